@@ -1,0 +1,143 @@
+"""The grammar of memory modes: one validated value says what a layer keeps, recomputes and moves to host memory.
+
+A mode is written as words joined by `+`: what is recomputed first, then its details, then offload.
+
+    none   selective   selective+norm+activation   norm+activation   selective+mlp
+    full   full+attention   full+uniform2   full+block3   full+sqrt
+    none+offload   full+offload   full+attention+offload   full+deepspeed_offload
+
+`selective` is Megatron-LM's: the core attention. `norm`, `activation` and `mlp` add to it, or stand alone.
+
+This file imports no torch, so that a recipe can be checked in milliseconds.
+"""
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+# Megatron-LM's --recompute-modules; `selective` alone means core_attn.
+RECOMPUTABLE = ("core_attn", "norm", "activation", "mlp")
+# Outputs that `full` can keep instead of computing them again in backward.
+KEEPABLE = ("attention", "qkv", "projection", "mlp_up")
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What one layer remembers.
+
+    recompute   none: what autograd saves; selective: all but the inside of `modules`; full: layer inputs only
+    modules     selective: what is recomputed, of RECOMPUTABLE
+    keep        full: outputs that are kept all the same, of KEEPABLE
+    grouping    full: uniform = groups of `group` layers, block = the first `group` layers, sqrt = about sqrt(L) groups
+    offload     where what is kept waits for backward: on the device (None), in host memory by our own asynchronous
+                copies (async) or by DeepSpeed's cpu_checkpointing (deepspeed)
+    """
+
+    recompute: Literal["none", "selective", "full"] = "none"
+    modules: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()
+    grouping: Literal["uniform", "block", "sqrt"] = "uniform"
+    group: int = 1
+    offload: Literal["async", "deepspeed"] | None = None
+
+    def __str__(self) -> str:
+        words = [] if self.modules else [self.recompute]
+        words += ["selective" if module == "core_attn" else module for module in self.modules]
+        words += self.keep
+        if self.grouping != "uniform":
+            words.append("sqrt" if self.grouping == "sqrt" else f"block{self.group}")
+        elif self.group > 1:
+            words.append(f"uniform{self.group}")
+        if self.offload:
+            words.append("offload" if self.offload == "async" else "deepspeed_offload")
+        return "+".join(words)
+
+
+NAMED = (
+    "none",
+    "selective",
+    "selective+norm",
+    "selective+activation",
+    "selective+norm+activation",
+    "selective+mlp",
+    "full",
+    "full+uniform2",
+    "full+block1",
+    "full+sqrt",
+    "full+attention",
+    "none+offload",
+    "selective+norm+activation+offload",
+    "full+offload",
+    "full+attention+offload",
+    "full+deepspeed_offload",
+)
+
+
+def parse(name: str) -> Mode:
+    """The mode a name stands for; ValueError says which word is wrong and which ones there are."""
+    first, *words = name.split("+")
+    if first in RECOMPUTABLE:
+        first, words = "selective", [first, *words]
+    elif first == "selective":
+        words = ["core_attn", *words]
+    elif first not in ("none", "full"):
+        starts = ("none", "selective", "full", *RECOMPUTABLE)
+        raise ValueError(
+            f"mode {name!r}: starts with {first!r}, not with one of {', '.join(starts)}{_hint(name)}"
+        )
+    allowed = ["offload"]
+    if first == "selective":
+        allowed += RECOMPUTABLE
+    if first == "full":
+        allowed += (*KEEPABLE, "uniformK", "blockN", "sqrt", "deepspeed_offload")
+    modules: list[str] = []
+    keep: list[str] = []
+    groupings: list[tuple[str, int]] = []
+    offload = None
+    for word in words:
+        number = re.fullmatch(r"(uniform|block)([1-9]\d*)", word)
+        known = word in allowed and word not in ("uniformK", "blockN")
+        if not known and not (number and first == "full"):
+            raise ValueError(
+                f"mode {name!r}: {first!r} does not take {word!r}; it takes {', '.join(allowed)}{_hint(name)}"
+            )
+        if number:
+            groupings.append((number[1], int(number[2])))
+        elif word == "sqrt":
+            groupings.append(("sqrt", 1))
+        elif word in ("offload", "deepspeed_offload"):
+            if offload:
+                raise ValueError(f"mode {name!r}: offload is named twice")
+            offload = "async" if word == "offload" else "deepspeed"
+        else:
+            target = modules if first == "selective" else keep
+            if word in target:
+                raise ValueError(f"mode {name!r}: {word!r} is named twice")
+            target.append(word)
+    if len(groupings) > 1:
+        raise ValueError(f"mode {name!r}: one grouping only (uniformK, blockN or sqrt)")
+    grouping, group = groupings[0] if groupings else ("uniform", 1)
+    if keep and offload == "deepspeed":
+        raise ValueError(
+            f"mode {name!r}: DeepSpeed's offload keeps layer inputs only; use +offload with {keep}"
+        )
+    modules = [m for m in RECOMPUTABLE if m in modules]
+    keep = [k for k in KEEPABLE if k in keep]
+    return Mode(first, tuple(modules), tuple(keep), grouping, group, offload)  # type: ignore[arg-type]
+
+
+def parse_layers(value: str | Mode | Sequence[str | Mode], num_layers: int) -> list[Mode]:
+    """One mode per layer, from one mode for all or a list with one for each layer."""
+    one = isinstance(value, (str, Mode))
+    items = [value] * num_layers if one else list(value)  # type: ignore[arg-type, list-item]
+    modes = [item if isinstance(item, Mode) else parse(item) for item in items]  # type: ignore[arg-type]
+    if len(modes) != num_layers:
+        raise ValueError(f"{len(modes)} modes for {num_layers} layers: give one mode, or one for each layer")
+    return modes
+
+
+def _hint(name: str) -> str:
+    close = difflib.get_close_matches(name, NAMED, n=1)
+    return f". Did you mean {close[0]!r}?" if close else ""
