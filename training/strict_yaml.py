@@ -1,0 +1,57 @@
+"""YAML without its traps: no duplicate keys, 1e-4 is a number, and on/off/yes/no are plain words."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+# YAML 1.1 reads `1e-4` as text, `no` as false, `010` as 8, `1:30` as 90 and `2024-01-01` as a date.
+# Here a scalar is a number, true/false, null, or text; nothing else.
+_SCALARS = {
+    "bool": (r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    "int": (r"[-+]?[0-9][0-9_]*", "-+0123456789"),
+    "float": (
+        r"[-+]?(?:[0-9][0-9_]*\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        "-+0123456789.",
+    ),
+    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+}
+
+
+def _use_scalars(cls: Any) -> None:
+    cls.yaml_implicit_resolvers = {}
+    for name, (pattern, first) in _SCALARS.items():
+        cls.add_implicit_resolver(f"tag:yaml.org,2002:{name}", re.compile(f"^(?:{pattern})$"), list(first))
+
+
+class _Loader(yaml.SafeLoader):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in lines:
+                problem = f"key {key.value!r} is there twice, first on line {lines[key.value]}; keep one"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            lines[key.value] = key.start_mark.line + 1
+        return super().construct_mapping(node, deep=deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    pass
+
+
+_use_scalars(_Loader)
+_use_scalars(_Dumper)
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value.replace("_", "")))
+
+
+def read(text: str) -> Any:
+    """The value of one YAML document; yaml.YAMLError with the line when it is not one."""
+    return yaml.load(text, Loader=_Loader)
+
+
+def write(value: Any) -> str:
+    """YAML text that `read` turns back into the same value, keys in their own order."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True)
