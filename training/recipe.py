@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 import types
 import typing
@@ -15,7 +16,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from training import strict_yaml
-from training.schema import ROOT, Recipe, RecipeError, parse_size, show
+from training.schema import ROOT, Recipe, RecipeError
+from training.strict_yaml import show
+from training.values import Plan, parse_size
 
 __all__ = ["Recipe", "RecipeError", "documentation", "load", "names", "parse_size"]
 
@@ -40,8 +43,7 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     try:
         recipe = Recipe.model_validate(raw)
     except ValidationError as error:
-        problems = [_explain(problem, raw, overridden, file) for problem in error.errors()]
-        raise RecipeError("\n".join(problems)) from None
+        raise RecipeError("\n".join(_explain(error, raw, overridden, file))) from None
     _check_files(recipe)
     return recipe
 
@@ -49,31 +51,32 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
 def documentation() -> list[tuple[str, str, str, str]]:
     """(dotted key, type, default, text) of every setting, in the order of declaration."""
     return [
-        (key, _type_name(field.annotation, field), _default(field), field.description or "")
-        for key, field in _fields(Recipe)
+        (key, _type_name(field), _default(field), field.description or "")
+        for key, field in _FIELDS.items()
         if _section(field) is None
     ]
 
 
 def _find(path: str | Path) -> Path:
     text = str(path)
-    if "/" in text or text.endswith((".yaml", ".yml")):
-        file = Path(path)
-    else:
-        file = ROOT / "recipes" / f"{text}.yaml"
+    is_path = "/" in text or text.endswith((".yaml", ".yml"))
+    file = Path(path) if is_path else ROOT / "recipes" / f"{text}.yaml"
     if file.is_file():
         return file
     known = names()
+    hint = _did_you_mean(file.stem, known)
     raise RecipeError(
-        f"recipe {text}: no such file{_nearest(text, known)}; shipped recipes: {' '.join(known)}"
+        f"recipe {text}: there is no {_short(file)}{hint or ';'} shipped recipes: {' '.join(known)}"
     )
 
 
 def _read(file: Path) -> dict[str, Any]:
     try:
         raw = strict_yaml.read(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{_short(file)}: not valid YAML: {' '.join(str(error).split())}") from None
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{_short(file)}: {_yaml_problem(error)}") from None
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{_short(file)}: not UTF-8 text at byte {error.start}; save it as UTF-8") from None
     except OSError as error:
         raise RecipeError(f"{_short(file)}: cannot be read: {error.strerror}") from None
     if not isinstance(raw, dict):
@@ -89,121 +92,123 @@ def _apply(raw: dict[str, Any], override: str) -> str:
     try:
         value = strict_yaml.read(text)
     except yaml.YAMLError as error:
-        raise RecipeError(f"override {override!r}: not valid YAML: {' '.join(str(error).split())}") from None
+        raise RecipeError(f"override {override!r}: {_yaml_problem(error)}") from None
     *sections, last = key.split(".")
     for section in sections:
         raw = raw.setdefault(section, {})
         if not isinstance(raw, dict):
-            raise RecipeError(
-                f"override {override!r}: {section} is {show(raw)} in the recipe and has no settings"
-            )
+            raise RecipeError(f"override {override!r}: {section} is {show(raw)} here, which has no settings")
     raw[last] = value
     return key
 
 
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    return f"{place}not a valid recipe: {problem or ' '.join(str(error).split())}"
+
+
 def _check_files(recipe: Recipe) -> None:
-    config = recipe.engine.deepspeed_config
-    path = recipe.deepspeed_config_path()
-    if path is not None and not path.is_file():
+    config = recipe.deepspeed_config_path
+    if config is not None and not config.is_file():
         known = sorted(path.stem for path in (ROOT / "ds_configs").glob("*.json"))
-        raise recipe.error(
-            "engine.deepspeed_config",
-            f"no such file{_nearest(str(config), known)}; ds_configs/ has {' '.join(known)}",
-        )
-    plan = getattr(recipe.recompute, "plan", None)
-    if plan is not None and not Path(plan).is_file():
-        raise recipe.error("recompute", "no such plan file; write the path of an existing one, or a mode")
+        hint = _did_you_mean(config.stem, known)
+        problem = f"there is no {_short(config)}{hint}; ds_configs/ has {' '.join(known)}"
+        raise recipe.error("engine.deepspeed_config", problem)
+    if isinstance(recipe.recompute, Plan) and not Path(recipe.recompute.plan).is_file():
+        raise recipe.error("recompute.plan", "there is no such file; name an existing plan, or write a mode")
 
 
-def _explain(problem: Any, raw: dict[str, Any], overridden: dict[str, str], file: Path) -> str:
-    """One pydantic error as `where: key = value: what is wrong and what to write`."""
-    kind, context = problem["type"], problem.get("ctx", {})
-    key = context["key"] if kind == "contradiction" else ".".join(str(part) for part in problem["loc"])
-    value: Any = raw
-    given = True
+def _explain(
+    error: ValidationError, raw: dict[str, Any], overridden: dict[str, str], file: Path
+) -> Iterator[str]:
+    """pydantic's errors, each as `where: key = value: what is wrong and what to write`."""
+    explained: list[str] = []
+    for problem in error.errors():  # a list's entries come before the list that they make too short
+        kind, context = problem["type"], problem.get("ctx", {})
+        key = context["key"] if kind == "contradiction" else ".".join(str(part) for part in problem["loc"])
+        if any(inner.startswith(f"{key}.") for inner in explained):
+            continue
+        explained.append(key)
+        value = _look_up(raw, key)
+        by = [text for name, text in overridden.items() if f"{key}.".startswith(f"{name}.")]
+        if kind == "extra_forbidden":
+            by += [text for name, text in overridden.items() if name.startswith(f"{key}.")]
+        where = f"override {by[-1]!r}" if by else _short(file)
+        shown = "" if kind == "missing" else f" = {show(value)}"
+        yield f"{where}: {key}{shown}: {_advice(kind, key, value, context) or problem['msg']}"
+
+
+def _look_up(raw: Any, key: str) -> Any:
+    """The value at a dotted key: as written, or else its default."""
+    value = raw
     for part in key.split("."):
-        if isinstance(value, dict) and part in value:
-            value = value[part]
-        elif isinstance(value, (list, tuple)) and part.isdigit() and int(part) < len(value):
+        if isinstance(value, list) and part.isdigit():
             value = value[int(part)]
+        elif isinstance(value, dict) and part in value:
+            value = value[part]
         else:
-            given = False
-            break
-    by = [text for name, text in overridden.items() if key == name or key.startswith(f"{name}.")]
-    where = f"override {by[-1]!r}" if by else _short(file)
-    if not given:
-        value = dict(_defaults()).get(key)
-    shown = "" if kind == "missing" else f" = {show(value)}"
-    return f"{where}: {key}{shown}: {_advice(kind, key, value, context, problem['msg'])}"
+            return _FIELDS[key].default if key in _FIELDS else None
+    return value
 
 
-def _advice(kind: str, key: str, value: Any, context: dict[str, Any], message: str) -> str:
-    field = dict(_fields(Recipe)).get(key)
+def _advice(kind: str, key: str, value: Any, context: dict[str, Any]) -> str:
     if kind == "extra_forbidden":
         return "unknown key" + _nearest_key(key)
     if kind == "missing":
-        return f"is missing; {field.description if field else 'it has no default'}"
+        return f"is missing; write it: {_FIELDS[key].description}"
     if kind == "contradiction":
         return context["problem"]
     if kind == "value_error":
         return str(context["error"])
-    if kind in ("bool_type", "bool_parsing"):
-        return "must be true or false (on, off, yes, no are plain words in a recipe)"
-    if kind == "int_type":
-        hint = " without quotes" if isinstance(value, str) and value.strip().isdigit() else ""
-        return f"must be a whole number{hint}"
-    if kind == "float_type":
-        return "must be a number" + (" without quotes" if _is_number(value) else "")
-    if kind == "string_type":
-        return f"must be text{_nothing(value)}"
     if kind == "literal_error":
-        choices = [choice.strip("'") for choice in context["expected"].replace(" or ", ", ").split(", ")]
-        return f"must be one of {' '.join(choices)}{_nearest(str(value), choices)}"
-    if kind in ("tuple_type", "too_short"):
-        return "must be a list with at least one entry, such as [a, b]"
-    if kind in ("model_type", "model_attributes_type", "dict_type"):
-        section = "" if field is None else _section(field)
-        return (
-            f"must be a section with settings such as {', '.join(section.model_fields) if section else '...'}"
-        )
-    bounds = {
-        "greater_than": "must be above {gt}",
-        "greater_than_equal": "must be {ge} or more",
-        "less_than": "must be below {lt}",
-        "less_than_equal": "must be {le} or less",
-        "finite_number": "must be a finite number",
-    }
-    return bounds[kind].format(**context) if kind in bounds else message
+        choices = _type_name(_FIELDS[key])
+        return f"must be one of {choices}{_did_you_mean(str(value), choices.split(' | '))}"
+    if kind == "tuple_type" and isinstance(value, str):
+        return f"must be a list; write [{value}]"
+    if kind == "model_type":
+        section = _section(_FIELDS[key])
+        return f"must be a section of settings: {' '.join(section.model_fields) if section else ''}"
+    advice = _ADVICE.get(kind, "").format(**context)
+    if kind in ("int_type", "float_type") and isinstance(value, str):
+        advice += " without quotes" if re.fullmatch(r"[-+.0-9eE]+", value) else ""
+    if kind != "bool_type" and value in ("none", "None"):
+        advice += "; `nothing` is written null"
+    return advice
 
 
-def _nothing(value: object) -> str:
-    return "; put it in quotes" if value is not None else ""
+# What a recipe's author needs to hear for each of pydantic's error types.
+_ADVICE = {
+    "bool_type": "must be true or false (on, off, yes and no are plain words in a recipe)",
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "string_type": "must be text; put it in quotes if it looks like something else",
+    "tuple_type": "must be a list, such as [a, b]",
+    "too_short": "must have at least one entry",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be {ge} or more",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be {le} or less",
+}
 
 
-def _is_number(value: object) -> bool:
-    try:
-        float(str(value))
-    except ValueError:
-        return False
-    return isinstance(value, str)
-
-
-def _nearest(word: str, known: Iterable[str]) -> str:
+def _did_you_mean(word: str, known: Iterable[str]) -> str:
     match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean {match[0]}?" if match else ""
 
 
 def _nearest_key(key: str) -> str:
     """The known key most like `key`: in its own section first, then by its last word anywhere."""
-    keys = [name for name, _ in _fields(Recipe)]
     section, _, last = key.rpartition(".")
-    beside = {name.rpartition(".")[2]: name for name in keys if name.rpartition(".")[0] == section}
-    anywhere = {name.rpartition(".")[2]: name for name in reversed(keys)}
+    beside = {name.rpartition(".")[2]: name for name in _FIELDS if name.rpartition(".")[0] == section}
+    anywhere = {name.rpartition(".")[2]: name for name in reversed(_FIELDS)}
     for known, cutoff in ((beside, 0.75), (anywhere, 0.75), (beside, 0.5)):
         match = difflib.get_close_matches(last, list(known), n=1, cutoff=cutoff)
         if match:
             return f"; did you mean {known[match[0]]}?"
-    return f"; known here: {' '.join(beside)}" if beside else ""
+    return f"; known here: {' '.join(beside)}"
 
 
 def _fields(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -219,27 +224,29 @@ def _section(field: FieldInfo) -> type[BaseModel] | None:
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
-def _defaults() -> Iterator[tuple[str, Any]]:
-    return ((key, None if field.is_required() else field.default) for key, field in _fields(Recipe))
+_FIELDS = dict(_fields(Recipe))
 
 
 def _default(field: FieldInfo) -> str:
     return "required" if field.is_required() else show(field.default)
 
 
-def _type_name(annotation: Any, field: FieldInfo | None = None) -> str:
-    for label in (*getattr(field, "metadata", ()), *getattr(annotation, "__metadata__", ())):
-        if isinstance(label, str):
-            return label
+def _type_name(field: FieldInfo) -> str:
+    labels = [label for label in field.metadata if isinstance(label, str)]
+    return labels[0] if labels else _annotation_name(field.annotation)
+
+
+def _annotation_name(annotation: Any) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
-        return _type_name(arguments[0])
+        labels = [label for label in arguments[1:] if isinstance(label, str)]
+        return labels[0] if labels else _annotation_name(arguments[0])
     if origin is typing.Literal:
         return " | ".join(arguments)
     if origin in (typing.Union, types.UnionType):
-        return " | ".join(_type_name(argument) for argument in arguments)
+        return " | ".join(_annotation_name(argument) for argument in arguments)
     if origin is tuple:
-        return f"list of {_type_name(arguments[0])}"
+        return f"list of {_annotation_name(arguments[0])}"
     plain = {int: "whole number", float: "number", str: "text", bool: "true | false", type(None): "null"}
     return plain[annotation]
 
@@ -256,8 +263,8 @@ def _markdown() -> str:
     lines = [
         "# Recipes",
         "",
-        "Every setting of a recipe. This page is written by `python -m training.recipe > docs/recipes.md` from the",
-        "texts in `training/schema.py`.",
+        "Every setting of a recipe, from the texts in `training/schema.py`. This page is written by",
+        "`python -m training.recipe > docs/recipes.md`.",
         "",
         "| setting | type | default | meaning |",
         "|---|---|---|---|",

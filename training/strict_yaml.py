@@ -55,3 +55,12 @@ def read(text: str) -> Any:
 def write(value: Any) -> str:
     """YAML text that `read` turns back into the same value, keys in their own order."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True)
+
+
+def show(value: Any) -> str:
+    """A value as a recipe would spell it, on one line and not too long."""
+    if isinstance(value, tuple):
+        value = list(value)
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, width=10**6)
+    text = text.removesuffix("...\n").strip()
+    return text if len(text) <= 80 else text[:77] + "..."

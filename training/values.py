@@ -1,0 +1,87 @@
+"""The kinds of values a recipe holds besides numbers and words: sizes, modes, tiles, lists."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6, "KiB": 2**10, "KB": 10**3, "B": 1}
+
+
+class Section(BaseModel):
+    """Base of everything in a recipe: no conversions, no unknown keys, no changes."""
+
+    model_config = ConfigDict(
+        strict=True, frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+class Plan(Section):
+    plan: str = Field(description="A plan file, as `recompute: auto` writes it into the run folder.")
+
+
+def parse_size(text: object) -> int:
+    """Bytes of a size such as `24GiB` or `1.5GB`; ValueError for a number without a unit."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)", str(text).strip())
+    if match and not match[2]:
+        raise ValueError(f"has no unit; write {match[1]}GiB, {match[1]}GB or {match[1]}MiB")
+    if not match or match[2] not in UNITS:
+        raise ValueError(f"is not a size; write a number and one of {' '.join(UNITS)}, for example 24GiB")
+    size_bytes = int(float(match[1]) * UNITS[match[2]])
+    if size_bytes < 1:
+        raise ValueError("must be at least 1 byte")
+    return size_bytes
+
+
+def _size(value: object) -> object:
+    if value is None:
+        return None
+    parse_size(value)
+    return str(value).strip()
+
+
+def _mode(value: str) -> str:
+    if value != "auto":
+        from model.modes import parse  # here, so that a recipe's schema stands without the model
+
+        parse(value)
+    return value
+
+
+def _recompute(value: object) -> object:
+    if isinstance(value, str):
+        return _mode(value)
+    if isinstance(value, (list, tuple)) and value and all(isinstance(mode, str) for mode in value):
+        if "auto" in value:
+            raise ValueError("auto decides for all layers; write recompute: auto, or name every layer's mode")
+        return tuple(_mode(mode) for mode in value)
+    if isinstance(value, Plan):
+        return value
+    if isinstance(value, Mapping) and set(value) == {"plan"} and isinstance(value["plan"], str):
+        return Plan(plan=value["plan"])
+    raise ValueError("must be the name of a mode, a list of one mode per layer, {plan: FILE}, or auto")
+
+
+def _tile(value: object) -> object:
+    if value is None or value == "auto" or (type(value) is int and value > 0):
+        return value
+    raise ValueError("must be a whole number above 0, auto, or null for no tiles")
+
+
+def _as_tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+# The text at the end is what documentation calls the type.
+Size = Annotated[str, BeforeValidator(_size), "size such as 24GiB"]
+Tile = Annotated[int | str | None, BeforeValidator(_tile), "whole number | auto | null"]
+Names = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+ModeNames = Annotated[
+    tuple[Annotated[str, AfterValidator(_mode)], ...], BeforeValidator(_as_tuple), "list of modes"
+]
+Recompute = Annotated[
+    str | tuple[str, ...] | Plan, BeforeValidator(_recompute), "mode | list of modes | {plan: FILE} | auto"
+]
