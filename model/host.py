@@ -1,7 +1,7 @@
 """The host pool's books: which storages are host memory, although on CPU they look like device memory.
 
-On CUDA the device tells the two apart. On CPU (and for fake tensors, which are traced on CPU) nothing does, so
-whoever moves activations to the host takes the memory from `empty` or allocates it under `allocation()`;
+On CUDA the device tells the two apart. On CPU (and for fake tensors, which are traced on CPU) nothing does,
+so whoever moves activations to the host takes the memory from `empty` or allocates it under `allocation()`;
 the meter then counts it as host bytes and never as device bytes.
 """
 
@@ -26,10 +26,12 @@ class _Entry(weakref.ref):
 
 
 _entries: dict[int, _Entry] = {}
-_live = {False: 0, True: 0}  # bytes of real and of fake storages: a plan traced beside a run must not mix with it
+# Bytes of real and of fake storages: a plan traced beside a run must not mix with it.
+_live = {False: 0, True: 0}
 _depth = 0  # how many `allocation()` blocks are open
 
-# Called with (nbytes, fake, storage or None) before bytes are added; may raise HostOutOfMemoryError to refuse them.
+# Called with (nbytes, fake, storage or None) before bytes are added; may raise HostOutOfMemoryError to refuse
+# them.
 watchers: list[Callable[[int, bool, torch.UntypedStorage | None], None]] = []
 
 
@@ -87,8 +89,8 @@ def allocation() -> Iterator[None]:
 def empty(shape: int | Sequence[int], dtype: torch.dtype, pin_memory: bool = False) -> torch.Tensor:
     """An uninitialised CPU tensor in host memory.
 
-    Raises HostOutOfMemoryError when the host budget or the machine has no room for it; an error of pinning itself
-    is passed on, so that the caller can fall back to pageable memory.
+    Raises HostOutOfMemoryError when the host budget or the machine has no room for it; an error of pinning
+    itself is passed on, so that the caller can fall back to pageable memory.
     """
     with allocation():
         try:

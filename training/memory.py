@@ -1,153 +1,73 @@
 """The meter: live device bytes, host bytes, the peak and who caused it; one for CPU, CUDA and fake tensors.
 
-On CPU and for fake tensors every storage is followed from the operation that made it until it dies, so the numbers
-are exact and the same on every run. On CUDA the allocator's statistics are the truth; storages are followed as well
-when `operations=True`, to name the operation at the peak.
+On CPU and for fake tensors every storage is followed from the operation that makes it until it dies, so the
+numbers are exact to the byte and the same on every run. On CUDA the allocator's statistics are the truth;
+storages are followed there as well when `operations=True`, to name the operation at the peak and to break the
+peak down.
+
+What following cannot see: workspace that a kernel takes and returns within itself, and sparse tensors. And
+torch adds gradients that meet at a fork out of place while any dispatch mode is on, in place otherwise: there
+a followed step really holds one gradient more than an unfollowed one.
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
-import gc
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.nn.modules import module as nn_module
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules import module as hooks
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from model import host
+from training.cuda_memory import CudaMemory
+from training.places import Places, graph_task
+from training.storages import (
+    ACTIVATIONS,
+    GRADIENTS,
+    KINDS,
+    LOSS,
+    OPTIMIZER,
+    OTHER,
+    PARAMETERS,
+    TEMPORARY,
+    Origin,
+    Storages,
+    resizes_seen,
+)
 
-KINDS = ("parameters", "gradients", "optimizer", "activations", "loss", "temporary", "other")
-PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOSS, TEMPORARY, OTHER = range(len(KINDS))
-PHASES = ("forward", "loss", "backward", "optimizer")
 # What a phase leaves behind is what it was for; what dies within it was temporary.
 LEAVES = {"forward": ACTIVATIONS, "loss": LOSS, "backward": GRADIENTS, "optimizer": OPTIMIZER}
-MAX_MARKS = 100_000  # module boundaries remembered, to find an autograd node's module
-
-_graph_task = torch._C._current_graph_task_id  # -1 outside backward
-_node = torch._C._current_autograd_node
-_sequence_number = torch._C._autograd._get_sequence_nr
-
-
-class _Record(weakref.ref):
-    """One live storage: a weak reference whose callback takes its bytes off."""
-
-    __slots__ = ("birth", "key", "kind", "nbytes")
-    key: int
-    nbytes: int
-    kind: int
-    birth: int
-
-
-class _Places:
-    """Which module runs: by hooks in forward, by autograd's sequence numbers in backward.
-
-    An autograd node carries the number that was current when forward made it. Noting that number at every module
-    boundary is enough to find a node's module later, with no hook on any tensor.
-    """
-
-    def __init__(self) -> None:
-        self.stack: list[tuple[weakref.ref, int]] = []  # (module, graph task that called it)
-        self.numbers: list[int] = []
-        self.modules: list[weakref.ref | None] = []
-        self.roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-
-    def mark(self) -> None:
-        number = _sequence_number()
-        if self.numbers and (number < self.numbers[-1] or len(self.numbers) > MAX_MARKS):
-            half = len(self.numbers) // 2 if number >= self.numbers[-1] else len(self.numbers)
-            del self.numbers[:half], self.modules[:half]
-        self.numbers.append(number)
-        self.modules.append(self.stack[-1][0] if self.stack else None)
-
-    def enter(self, module: torch.nn.Module) -> None:
-        if not self.stack:
-            self.roots.add(module)
-        self.stack.append((weakref.ref(module), _graph_task()))
-        self.mark()
-
-    def leave(self, module: torch.nn.Module) -> None:
-        while self.stack and self.stack.pop()[0]() is not module:
-            pass
-        self.mark()
-
-    def now(self) -> tuple[weakref.ref | None, str]:
-        """The module at work, and "recompute" or "backward" where that is why it works."""
-        task = _graph_task()
-        if self.stack and self.stack[-1][1] == task:
-            return self.stack[-1][0], "" if task < 0 else "recompute"
-        node = _node() if task >= 0 else None
-        if node is None:
-            return None, "" if task < 0 else "backward"
-        place = bisect.bisect_right(self.numbers, node._sequence_nr()) - 1
-        last = len(self.numbers) - 1
-        return (self.modules[place] if 0 <= place < last else None), "backward"
-
-    def name(self, reference: weakref.ref | None, models: Iterable[torch.nn.Module]) -> str:
-        module = reference() if reference is not None else None
-        if module is None:
-            return ""
-        for root in (*models, *self.roots):
-            for name, child in root.named_modules():
-                if child is module:
-                    return name or type(module).__name__
-        return type(module).__name__
-
-
-class _Follower(TorchDispatchMode):
-    """Shows the meter every tensor that an operation reads or makes."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, meter: Meter) -> None:
-        super().__init__()
-        self.meter = meter
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # the wrapper this avoids costs 0.7 us per operation; compiled regions skip the mode anyway
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        meter = self.meter
-        if types and not all(t in meter._plain for t in types):
-            return NotImplemented  # a wrapper (DTensor): let it run, and see the tensors inside
-        records = meter._records
-        for arg in args:
-            if isinstance(arg, torch.Tensor) and arg.untyped_storage()._cdata not in records:
-                meter._found(arg)
-        out = func(*args, **kwargs) if kwargs else func(*args)
-        if isinstance(out, torch.Tensor):
-            meter._made(out, func)
-        elif out is not None:
-            meter._made_all(out, func)
-        return out
+_NOTHING = dict.fromkeys(KINDS, 0)
 
 
 class Meter:
-    """Counts memory between `with Meter() as meter:` and its end.
+    """Counts memory while `with Meter() as meter:` is open; the numbers stay readable afterwards.
 
-    Tensors that exist at entry count too (all that the garbage collector knows). `model` and `optimizer` give names
-    to modules and kinds to storages; `track` adds them later.
+    Every tensor that exists at entry counts too (all that Python's garbage collector knows, after a
+    collection). `model` and `optimizer` (or `track` later) name modules and tell parameters, gradients and
+    optimizer state apart; a model's `head` is its loss module. Phases are found by themselves, or said with
+    `phase`, which is exact where work is done around backward and step. Meters nest, except that CUDA keeps
+    one peak for all.
 
-    device: "cpu", "cuda" or "fake"; None: "fake" under FakeTensorMode, else the model's device, else cuda if present.
-    budget_bytes: an operation that would take the live device bytes above it raises torch.OutOfMemoryError.
-    host_budget_bytes: the same for the host pool (model/host.py), raising model.host.HostOutOfMemoryError.
-    timeline: how many points (sequence number, phase, module, live bytes) to keep at most; 0 keeps none.
-    operations: follow every operation; None: yes on CPU and for fake tensors, no on CUDA.
+    device: "cpu", "cuda" or "fake"; None: "fake" under FakeTensorMode, else the model's, else cuda if there
+        is one.
+    budget_bytes: more live device bytes raise torch.OutOfMemoryError naming operation, module, wanted and
+        free bytes; on CUDA the allocator is limited until the meter closes, and raises its own.
+    host_budget_bytes: the same for the host pool (model/host.py), as model.host.HostOutOfMemoryError.
+    timeline: the number of points to keep for `timeline`; 0 for none.
+    operations: whether to follow every operation; None: everywhere but on CUDA.
     """
 
     def __init__(
         self,
         *,
-        device: str | None = None,
+        device: str | torch.device | None = None,
         model: torch.nn.Module | None = None,
         optimizer: Any = None,
         budget_bytes: int | None = None,
@@ -155,89 +75,113 @@ class Meter:
         timeline: int = 0,
         operations: bool | None = None,
     ) -> None:
-        self.device = device
         self.budget_bytes = budget_bytes
         self.host_budget_bytes = host_budget_bytes
-        self._tracked: list[tuple[Any, Any]] = []
-        self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self._records: dict[int, _Record] = {}
-        self._live = 0
-        self._by_kind = [0] * len(KINDS)
-        self._peak = 0
-        self._peak_kinds = self._by_kind[:]
-        self._peak_birth = 0
-        self._peak_at: tuple[Any, weakref.ref | None, str] | None = None
-        self._births = 0
-        self._peak_host = 0
-        self.after_forward_bytes = 0
-        self.after_forward_breakdown_bytes: dict[str, int] = {}
+        self.after_forward_bytes = 0  # the most that was alive between a forward and its backward
+        self.after_forward_breakdown_bytes = _NOTHING.copy()  # the same by kind
         self.current_phase = ""
-        self._phase_start = 0
-        self._loss_number = -1
-        self._places = _Places()
-        self._plain: set[type] = {torch.Tensor, torch.nn.Parameter}
+        self.kind = ""  # of device: "cpu", "cuda" or "fake"; known at entry
+        self._asked_device = device
+        self._asked_operations = operations
+        self._asked_timeline = timeline
+        self._optimizers: list[weakref.ref] = []
+        self._places = Places()
+        self._storages: Storages | None = None
+        self._cuda: CudaMemory | None = None
+        self._points: _Points | None = None
+        self._peak_host = self._host = 0
+        self._is_open = self._said = self._loss_found = False
+        self._phase_births = 0
+        self._failed: Origin | None = None
         if model is not None or optimizer is not None:
             self.track(model, optimizer)
 
-    # -- entering and leaving -------------------------------------------------------------------------------------
+    # -- opening and closing ---------------------------------------------------------------------------------
 
     def __enter__(self) -> Meter:
-        self._fake = _fake_mode_active() if self.device is None else self.device == "fake"
-        if self._fake:
-            from torch._subclasses.fake_tensor import FakeTensor
-
-            self._plain.add(FakeTensor)
-        reference = weakref.ref(self)
-
-        def died(record: _Record) -> None:
-            meter = reference()
-            if meter is not None and meter._records.get(record.key) is record:
-                meter._drop(record)
-
-        self._died = died
-        for thing in gc.get_objects():
-            if issubclass(type(thing), torch.Tensor):  # not isinstance: it would run properties of lazy objects
-                self._found(thing)
-        self._classify()
-        self.reset_peak()
+        if self._is_open:
+            raise RuntimeError("this meter is open already: make another one to meter within it")
+        device = self._find_device()
+        self.kind = device if isinstance(device, str) else device.type
+        self.current_phase, self._failed = "", None
+        self._said = self._loss_found = False
+        self._phase_births = 0
+        self._cuda = CudaMemory(device) if isinstance(device, torch.device) and self.kind == "cuda" else None
+        follow = self.kind != "cuda" if self._asked_operations is None else self._asked_operations
+        self._storages = None
         with contextlib.ExitStack() as stack:
+            stack.callback(self._close)
             host.watchers.append(self._host_grows)
             stack.callback(host.watchers.remove, self._host_grows)
-            before = nn_module.register_module_forward_pre_hook(self._before_module)
-            stack.callback(before.remove)
-            after = nn_module.register_module_forward_hook(self._after_module, always_call=True)
-            stack.callback(after.remove)
-            stack.enter_context(_Follower(self))
+            for handle in (
+                hooks.register_module_forward_pre_hook(self._before_module),
+                hooks.register_module_forward_hook(self._after_module, always_call=True),
+                register_optimizer_step_pre_hook(self._before_step),
+                register_optimizer_step_post_hook(self._after_step),
+            ):
+                stack.callback(handle.remove)
+            if self._cuda is not None:
+                stack.enter_context(self._cuda.limited(self.budget_bytes))
+            if follow or self._cuda is None:
+                budget = self.budget_bytes if self._cuda is None else None
+                self._storages = Storages(self.kind, self._places, budget, self._kind_of_birth)
+                self._storages.see_existing()
+                self._storages.after_operation = self._mark_time if self._asked_timeline else None
+                stack.enter_context(resizes_seen(self._storages))
+                stack.enter_context(self._storages)
+            self._assign_known(optimizers=True)
+            self.reset_peak()
             self._stack = stack.pop_all()
+        self._is_open = True
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
-        self._records.clear()
+
+    def _close(self) -> None:
+        self._is_open = False
+        self._host = host.live_bytes(self.kind == "fake")
+        if self._storages is not None:
+            self._storages.close()
+        if self._cuda is not None:
+            self._cuda.freeze()
+
+    def _find_device(self) -> str | torch.device:
+        if self._asked_device is not None:
+            device = self._asked_device
+            return device if device in ("cpu", "fake") else torch.device(device)
+        if any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack()):
+            return "fake"
+        for parameter in (p for model in self._places.models for p in _parameters(model())):
+            return parameter.device
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def track(self, model: torch.nn.Module | None = None, optimizer: Any = None) -> None:
-        """Name the modules of a model and count its storages, and an optimizer's, under their kinds."""
+        """Name the modules of a model, and know its storages and an optimizer's by kind from now on."""
         if model is not None:
-            self._models.add(model)
-        self._optimizer = weakref.ref(optimizer) if optimizer is not None else None
-        self._classify()
+            self._places.models.append(weakref.ref(model))
+            if isinstance(head := getattr(model, "head", None), torch.nn.Module):
+                self._places.losses.add(head)
+        if optimizer is not None:
+            self._optimizers.append(weakref.ref(optimizer))
+        self._assign_known(optimizers=True)
 
-    # -- numbers ----------------------------------------------------------------------------------------------------
+    # -- numbers ---------------------------------------------------------------------------------------------
 
     @property
     def live_bytes(self) -> int:
-        """Device bytes alive now."""
-        return self._live
+        """Device bytes alive now; on CUDA what the allocator has given out."""
+        return self._cuda.read("live") if self._cuda else self._storages.live_bytes if self._storages else 0
 
     @property
     def peak_bytes(self) -> int:
         """The most device bytes alive at once since entry or `reset_peak`."""
-        return self._peak
+        return self._cuda.read("peak") if self._cuda else self._storages.peak_bytes if self._storages else 0
 
     @property
     def host_bytes(self) -> int:
         """Bytes of the host pool alive now."""
-        return host.live_bytes(self._fake)
+        return host.live_bytes(self.kind == "fake") if self._is_open else self._host
 
     @property
     def peak_host_bytes(self) -> int:
@@ -246,168 +190,228 @@ class Meter:
 
     @property
     def peak_op(self) -> str:
-        """Who caused the peak, like "aten.mm in layers.3.mlp.fc1 (backward)"."""
-        return self._describe(self._peak_at)
+        """Who caused the peak: "aten.mm in layers.3.mlp.fc1 (backward)"; "" when nothing grew since
+        `reset_peak`.
+
+        On CUDA without `operations` the phase only.
+        """
+        if self._storages is not None:
+            return self._places.describe(self._storages.peak_origin) if self._storages.peak_origin else ""
+        return f"({self._cuda.peak_phase})" if self._cuda and self._cuda.peak_phase else ""
+
+    @property
+    def failed_op(self) -> str:
+        """Who ran out of memory last, in the words of `peak_op`; "" when nobody did."""
+        return self._places.describe(self._failed) if self._failed else ""
 
     @property
     def breakdown_bytes(self) -> dict[str, int]:
-        """The bytes at the peak by kind; they add up to `peak_bytes`."""
-        return dict(zip(KINDS, self._peak_kinds))
+        """Bytes at the peak by kind, the sum being `peak_bytes`; complete when the peak's phase has ended.
+
+        parameters, gradients, optimizer (state), activations (kept for backward), loss (made by the loss
+        module), temporary, other (was there before, or made outside any phase). On CUDA with `operations`
+        only, and before the allocator's rounding; else all 0.
+        """
+        return (
+            dict(zip(KINDS, self._storages.peak_by_kind, strict=True)) if self._storages else _NOTHING.copy()
+        )
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes the CUDA allocator holds, given out or not; elsewhere the live bytes."""
+        return self._cuda.read("reserved") if self._cuda else self.live_bytes
+
+    @property
+    def peak_reserved_bytes(self) -> int:
+        """The most `reserved_bytes` since entry or `reset_peak`."""
+        return self._cuda.read("peak_reserved") if self._cuda else self.peak_bytes
+
+    @property
+    def retries(self) -> int:
+        """How often the CUDA allocator had to give back cached memory and try again, since entry."""
+        return self._cuda.read("retries") if self._cuda else 0
+
+    @property
+    def outside_bytes(self) -> int:
+        """Device memory in use that the allocator does not hold: context, libraries, other processes."""
+        return self._cuda.read("outside") if self._cuda else 0
+
+    @property
+    def timeline(self) -> list[tuple[int, str, str, int]]:
+        """(sequence number, phase, module, live bytes) since `reset_peak`, thinned out to local maxima.
+
+        A point for every operation that is followed and every module boundary.
+        """
+        names = self._places.names()
+        points = self._points.kept if self._points else []
+        return [(n, phase, names.get(id(ref and ref()), ""), live) for n, phase, ref, live in points]
 
     def reset_peak(self) -> None:
-        """Start a new peak from what is alive now."""
-        self._peak, self._peak_kinds, self._peak_birth = self._live, self._by_kind[:], self._births
-        self._peak_at = None
-        self._peak_host = host.live_bytes(self._fake)
+        """Start peaks, after-forward and timeline anew from what is alive now: a step starts."""
+        self.after_forward_bytes, self.after_forward_breakdown_bytes = 0, _NOTHING.copy()
+        self._peak_host = self.host_bytes
+        self._points = _Points(self._asked_timeline) if self._asked_timeline else None
+        if self._storages is not None:
+            self._storages.reset_peak()
+        if self._cuda is not None:
+            self._cuda.reset_peak()
 
-    # -- phases -------------------------------------------------------------------------------------------------------
+    # -- phases ----------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Mark a part of the step: forward, loss, backward or optimizer."""
-        if name not in PHASES:
-            raise ValueError(f"unknown phase {name!r}: one of {', '.join(PHASES)}")
-        outer = self.current_phase
+        """Say which part of the step runs: "forward", "loss", "backward" or "optimizer"."""
+        if name not in LEAVES:
+            raise ValueError(f"unknown phase {name!r}: write one of {', '.join(LEAVES)}")
+        before = self.current_phase, self._said
+        self._said = True
         self._switch(name)
         try:
             yield
+        except torch.OutOfMemoryError:
+            self._note_failure()
+            raise
         finally:
-            self._switch(outer)
+            self._switch(before[0])
+            self._said = before[1]
 
     def _switch(self, name: str) -> None:
         old = self.current_phase
-        if old in LEAVES:
-            self._settle(LEAVES[old])
-        if old in ("forward", "loss") and name not in ("forward", "loss"):
-            self.after_forward_bytes = self.live_bytes
-            self.after_forward_breakdown_bytes = dict(zip(KINDS, self._by_kind))
+        if self._storages is not None:
+            if old:
+                self._storages.settle(self._phase_births, LEAVES[old])
+                self._assign_known()
+            self._phase_births = self._storages.births
+            self._storages.phase = name
+        if self._cuda is not None:
+            self._cuda.end_phase(old)
+        forward = ("forward", "loss")
+        if old in forward and name not in forward and torch.is_grad_enabled():
+            live = self.live_bytes
+            if live > self.after_forward_bytes:  # with accumulation: of the fullest micro-batch
+                self.after_forward_bytes = live
+                if self._storages is not None:
+                    kinds = zip(KINDS, self._storages.by_kind, strict=True)
+                    self.after_forward_breakdown_bytes = dict(kinds)
         self.current_phase = name
-        self._phase_start = self._births
-
-    def _settle(self, kind: int) -> None:
-        """Give what the phase left behind its kind, in the peak's breakdown as well."""
-        for record in reversed(self._records.values()):
-            if record.birth <= self._phase_start:
-                break
-            if record.kind == TEMPORARY:
-                self._move(record, kind)
-        self._classify()
-
-    def _move(self, record: _Record, kind: int) -> None:
-        old, record.kind = record.kind, kind
-        self._by_kind[old] -= record.nbytes
-        self._by_kind[kind] += record.nbytes
-        if record.birth <= self._peak_birth:
-            self._peak_kinds[old] -= record.nbytes
-            self._peak_kinds[kind] += record.nbytes
-
-    def _classify(self) -> None:
-        for model in self._models:
-            for parameter in model.parameters():
-                self._assign(parameter, PARAMETERS)
-                if parameter.grad is not None:
-                    self._assign(parameter.grad, GRADIENTS)
-
-    def _assign(self, tensor: torch.Tensor, kind: int) -> None:
-        record = self._records.get(tensor.untyped_storage()._cdata)
-        if record is not None and record.kind != kind:
-            self._move(record, kind)
-
-    # -- storages -----------------------------------------------------------------------------------------------------
-
-    def _found(self, tensor: torch.Tensor) -> None:
-        self._add(tensor, None, OTHER)
-
-    def _made(self, tensor: torch.Tensor, func: Any) -> None:
-        storage = tensor.untyped_storage()
-        record = self._records.get(storage._cdata)
-        if record is None:
-            self._add(tensor, func, TEMPORARY if self.current_phase else OTHER)
-        elif record.nbytes != storage.nbytes():
-            self._grow(storage.nbytes() - record.nbytes, func, record.kind)
-            record.nbytes = storage.nbytes()
-
-    def _made_all(self, out: Any, func: Any) -> None:
-        if isinstance(out, (tuple, list)):
-            for item in out:
-                if isinstance(item, torch.Tensor):
-                    self._made(item, func)
-                elif isinstance(item, (tuple, list)):
-                    self._made_all(item, func)
-
-    def _add(self, tensor: torch.Tensor, func: Any, kind: int) -> None:
-        if (type(tensor).__name__ == "FakeTensor") != self._fake or (not self._fake and not tensor.is_cpu):
-            return
-        storage = tensor.untyped_storage()
-        if host.is_host(storage):
-            return
-        if host.allocating():
-            host.register(storage)
-            return
-        nbytes = storage.nbytes()
-        self._births += 1
-        self._grow(nbytes, func, kind)
-        record = _Record(storage, self._died)
-        record.key, record.nbytes, record.kind, record.birth = storage._cdata, nbytes, kind, self._births
-        self._records[record.key] = record
-
-    def _grow(self, nbytes: int, func: Any, kind: int) -> None:
-        live = self._live + nbytes
-        if live > self._peak:
-            if self.budget_bytes is not None and live > self.budget_bytes:
-                free = self.budget_bytes - self._live
-                raise torch.OutOfMemoryError(
-                    f"out of memory: {self._describe((func, *self._places.now()))} wants {nbytes} bytes, "
-                    f"{free} bytes are free of the budget of {self.budget_bytes}"
-                )
-            self._peak = live
-            self._by_kind[kind] += nbytes
-            self._peak_kinds = self._by_kind[:]
-            self._peak_birth = self._births
-            self._peak_at = (func, *self._places.now())
-        else:
-            self._by_kind[kind] += nbytes
-        self._live = live
-
-    def _drop(self, record: _Record) -> None:
-        del self._records[record.key]
-        self._live -= record.nbytes
-        self._by_kind[record.kind] -= record.nbytes
-
-    def _host_grows(self, nbytes: int, fake: bool, storage: torch.UntypedStorage | None) -> None:
-        if fake != self._fake:
-            return
-        live = host.live_bytes(fake) + nbytes
-        if self.host_budget_bytes is not None and live > self.host_budget_bytes:
-            raise host.HostOutOfMemoryError(
-                f"out of host memory: {nbytes} bytes wanted, "
-                f"{self.host_budget_bytes - live + nbytes} bytes are free of the host budget of {self.host_budget_bytes}"
-            )
-        self._peak_host = max(self._peak_host, live)
-        record = self._records.get(storage._cdata) if storage is not None else None
-        if record is not None:
-            self._drop(record)
-
-    # -- modules ------------------------------------------------------------------------------------------------------
 
     def _before_module(self, module: torch.nn.Module, args: Any) -> None:
-        self._places.enter(module)
+        places = self._places
+        if not self._said and places.outside and graph_task() < 0:
+            self._switch("forward")
+        places.enter(module)
+        if places.loss_called and self.current_phase == "forward":
+            self._switch("loss")
+            self._loss_found = True
+        self._mark_time()
 
     def _after_module(self, module: torch.nn.Module, args: Any, out: Any) -> None:
-        self._places.leave(module)
+        places = self._places
+        if isinstance(sys.exc_info()[1], torch.OutOfMemoryError):
+            self._note_failure()
+        self._mark_time()
+        places.leave(module)
+        if self._loss_found and not places.loss_called:
+            self._switch("forward")
+            self._loss_found = False
+        if not self._said and places.outside and self.current_phase == "forward":
+            self._switch("")
 
-    def _describe(self, at: tuple[Any, weakref.ref | None, str] | None) -> str:
-        if at is None:
-            return ""
-        func, module, why = at
-        op = str(func.overloadpacket) if hasattr(func, "overloadpacket") else str(func or "a tensor made elsewhere")
-        name = self._places.name(module, self._models)
-        phase = why or self.current_phase
-        return op + (f" in {name}" if name else "") + (f" ({phase})" if phase else "")
+    def _before_step(self, *ignored: Any) -> None:
+        if not self._said:
+            self._switch("optimizer")
+
+    def _after_step(self, *ignored: Any) -> None:
+        if not self._said:
+            self._switch("")
+
+    def _kind_of_birth(self) -> int:
+        if not self._said and self.current_phase != "backward" and graph_task() >= 0 and self._places.outside:
+            self._switch("backward")
+        if self.current_phase == "loss" or (self.current_phase == "backward" and self._places.in_loss):
+            return LOSS
+        return TEMPORARY if self.current_phase else OTHER
+
+    def _assign_known(self, optimizers: bool = False) -> None:
+        """Kinds that are known by identity: a model's parameters and gradients, an optimizer's state."""
+        books = self._storages
+        if books is None:
+            return
+        for model in self._places.models:
+            for parameter in _parameters(model()):
+                # FSDP's and ZeRO-3's shards are tensors behind the parameter.
+                for tensor in (parameter, getattr(parameter, "ds_tensor", None)):
+                    if tensor is not None:
+                        books.assign(getattr(tensor, "_local_tensor", tensor), PARAMETERS)
+                if parameter.grad is not None:
+                    books.assign(getattr(parameter.grad, "_local_tensor", parameter.grad), GRADIENTS)
+        if optimizers:
+            for optimizer in self._optimizers:
+                for tensor in _tensors_of(optimizer()):
+                    books.assign(getattr(tensor, "_local_tensor", tensor), OPTIMIZER, only_other=True)
+
+    def _host_grows(self, nbytes: int, fake: bool, storage: torch.UntypedStorage | None) -> None:
+        if fake != (self.kind == "fake"):
+            return
+        live, budget = host.live_bytes(fake), self.host_budget_bytes
+        if budget is not None and live + nbytes > budget:
+            raise host.HostOutOfMemoryError(
+                f"out of host memory: {self._places.describe(('host pool', *self._places.now()))} wants "
+                f"{nbytes:,} bytes, {max(0, budget - live):,} bytes are free of a budget of {budget:,} bytes"
+            )
+        self._peak_host = max(self._peak_host, live + nbytes)
+        if storage is not None and self._storages is not None:
+            self._storages.take_off(storage)
+
+    def _note_failure(self) -> None:
+        if self._storages is not None and self._storages.failed_origin is not None:
+            self._failed = self._storages.failed_origin
+        elif self._failed is None:
+            reference, why = self._places.now()
+            self._failed = ("", reference, why or self.current_phase)
+
+    def _mark_time(self) -> None:
+        if self._points is not None:
+            self._points.add(self.current_phase, self._places, self.live_bytes)
 
 
-def _fake_mode_active() -> bool:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+class _Points:
+    """At most `limit` points of a curve of any length: each the highest of a stretch of it."""
 
-    return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
+    def __init__(self, limit: int) -> None:
+        self.kept: list[tuple[int, str, weakref.ref | None, int]] = []
+        self._limit = limit // 2 * 2  # they are merged in pairs
+        self._stretch = 1
+        self._count = 0
+
+    def add(self, phase: str, places: Places, live_bytes: int) -> None:
+        count, self._count = self._count, self._count + 1
+        if count % self._stretch:
+            if live_bytes > self.kept[-1][3]:
+                self.kept[-1] = (count, phase, places.now()[0], live_bytes)
+            return
+        if len(self.kept) == self._limit:
+            pairs = zip(self.kept[::2], self.kept[1::2], strict=False)
+            self.kept = [max(pair, key=lambda point: point[3]) for pair in pairs]
+            self._stretch *= 2
+        self.kept.append((count, phase, places.now()[0], live_bytes))
+
+
+def _parameters(model: torch.nn.Module | None) -> Iterator[torch.nn.Parameter]:
+    return iter(()) if model is None else model.parameters()
+
+
+def _tensors_of(thing: Any, depth: int = 6) -> Iterator[torch.Tensor]:
+    """The tensors in an optimizer: its own, and those of optimizers within (DeepSpeed's hold torch's)."""
+    if isinstance(thing, torch.Tensor):
+        yield thing
+    elif depth:
+        inside: Any = ()
+        if isinstance(thing, dict):
+            inside = thing.values()
+        elif isinstance(thing, (list, tuple, set)):
+            inside = thing
+        elif hasattr(thing, "param_groups"):
+            inside = vars(thing).values()
+        for item in inside:
+            yield from _tensors_of(item, depth - 1)
