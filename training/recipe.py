@@ -94,10 +94,11 @@ def _apply(raw: dict[str, Any], override: str) -> str:
     except yaml.YAMLError as error:
         raise RecipeError(f"override {override!r}: {_yaml_problem(error)}") from None
     *sections, last = key.split(".")
-    for section in sections:
+    for depth, section in enumerate(sections, start=1):
         raw = raw.setdefault(section, {})
         if not isinstance(raw, dict):
-            raise RecipeError(f"override {override!r}: {section} is {show(raw)} here, which has no settings")
+            at = ".".join(sections[:depth])
+            raise RecipeError(f"override {override!r}: {at} is {show(raw)} here, which has no settings")
     raw[last] = value
     return key
 

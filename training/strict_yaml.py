@@ -29,13 +29,19 @@ def _use_scalars(cls: Any) -> None:
 
 class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        mapping: dict[str, Any] = {}
         lines: dict[str, int] = {}
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in lines:
+        for key, value in node.value:
+            problem = None
+            if not isinstance(key, yaml.ScalarNode):
+                problem = "a key must be a word"
+            elif key.value in lines:
                 problem = f"key {key.value!r} is there twice, first on line {lines[key.value]}; keep one"
+            if problem:
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             lines[key.value] = key.start_mark.line + 1
-        return super().construct_mapping(node, deep=deep)
+            mapping[key.value] = self.construct_object(value, deep=deep)
+        return mapping
 
 
 class _Dumper(yaml.SafeDumper):
@@ -49,12 +55,15 @@ _Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.v
 
 def read(text: str) -> Any:
     """The value of one YAML document; yaml.YAMLError with the line when it is not one."""
-    return yaml.load(text, Loader=_Loader)
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
+        raise yaml.YAMLError(str(error)) from None
 
 
 def write(value: Any) -> str:
     """YAML text that `read` turns back into the same value, keys in their own order."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True)
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=110)
 
 
 def show(value: Any) -> str:

@@ -1,0 +1,73 @@
+# Every command a person needs. `make` alone prints the targets and their variables.
+# A `##` comment is the help of its target or variable. `:=`, because HOST, SET and the like may lie in the
+# environment by chance; only what is written behind `make` counts.
+
+PYTHON := python3##         Python 3.10 to 3.13 that makes the environment
+VENV := .venv##             the environment, made and filled on first use
+RECIPE := quickstart##      a name in recipes/ or a path
+SET :=##                    recipe settings: SET="seq_length=8192 model.num_layers=4"; quote a value with spaces inside
+BUDGET :=##                 device memory the run may use: BUDGET=24GiB
+HOST_BUDGET :=##            host memory that offload may use
+RUN_DIR :=##                folder of the run; default runs/<recipe name>, continued if it is there
+NPROC :=##                  processes; default one per GPU, or one on CPU
+LOGDIR := runs##            what tensorboard shows
+HOST := localhost##         address tensorboard listens on
+PORT := 6006##              port tensorboard listens on
+JOBS := 2##               tests run at a time
+ARGS :=##                   more arguments for pytest: ARGS="-k recipe"
+
+SHELL := /bin/sh
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check install -qq --constraint constraints.txt
+# Words for every program: SET is split by the shell, so quotes work in it; * and [ stay as they are.
+WORDS = '$(RECIPE)' $(SET) $(if $(BUDGET),'budget=$(BUDGET)') $(if $(HOST_BUDGET),'host_budget=$(HOST_BUDGET)')
+
+.DEFAULT_GOAL := help
+.PHONY: help install dev train tensorboard test test-slow lint bench
+
+help: ## this text
+	@echo 'make TARGET [VARIABLE=value ...]'
+	@echo
+	@sed -n 's/^\([a-z-]*\):[^#]*## /  \1|/p' Makefile | awk -F'|' '{ printf "%-14s%s\n", $$1, $$2 }'
+	@echo
+	@sed -n 's/^\([A-Z_]*\) := *\(.*\)## */  \1|\2|/p' Makefile | awk -F'|' '{ printf "%-14s%-12s%s\n", $$1, $$2, $$3 }'
+
+install: $(VENV)/installed ## make the environment and install the pinned packages; nothing is done twice
+
+dev: $(VENV)/installed-dev ## the same with what tests and lint need
+
+$(PY):
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, 13) or sys.exit("Python 3.10 to 3.13 is needed, not %d.%d: make PYTHON=python3.11 ..." % v)'
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: pyproject.toml constraints.txt | $(PY)
+	@echo 'Installing the pinned packages into $(VENV) (a few minutes, once) ...'
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/installed-dev: pyproject.toml constraints.txt | $(PY)
+	@echo 'Installing the pinned packages, tests and lint included, into $(VENV) (a few minutes, once) ...'
+	@$(PIP) --editable '.[dev]'
+	@touch $(VENV)/installed $@
+
+# `exec`: SIGTERM goes from make through the launcher to train.py, which saves and leaves.
+train: $(VENV)/installed ## train RECIPE; a second call continues
+	@set -f; $(PY) tools/prepare_data.py $(WORDS)
+	@set -f; exec $(PY) tools/launch.py $(WORDS) $(if $(RUN_DIR),--run-dir '$(RUN_DIR)') $(if $(NPROC),--processes $(NPROC))
+
+tensorboard: $(VENV)/installed ## show runs in the browser: http://localhost:6006
+	@exec $(VENV)/bin/tensorboard --logdir '$(LOGDIR)' --host '$(HOST)' --port $(PORT)
+
+test: $(VENV)/installed-dev ## run the tests that take seconds
+	@exec $(PY) -m pytest -n $(JOBS) $(ARGS)
+
+test-slow: $(VENV)/installed-dev ## run the tests that take minutes
+	@exec $(PY) -m pytest -m slow $(ARGS)
+
+lint: $(VENV)/installed-dev ## check style, format and types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+bench: $(VENV)/installed-dev ## measure what the loop costs around forward, backward and step
+	@exec $(PY) tools/bench.py $(ARGS)

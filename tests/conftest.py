@@ -1,0 +1,41 @@
+"""Surroundings of every test: the CPU unless there is a GPU, one thread, nothing inherited or left behind."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tools.launch import devices
+
+# Before torch or deepspeed is imported anywhere; child processes inherit it.
+for name in (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "MAKEFLAGS",
+    "MFLAGS",
+    "MAKELEVEL",
+):
+    os.environ.pop(name, None)
+os.environ["OMP_NUM_THREADS"] = "1"  # pytest-xdist runs as many tests at a time as there are cores
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["MPLBACKEND"] = "Agg"
+if not devices():
+    os.environ["DS_ACCELERATOR"] = "cpu"
+# The shared folder may hold the lock file of a killed build, which the next one waits for without end.
+os.environ["TORCH_EXTENSIONS_DIR"] = tempfile.mkdtemp(prefix="torch_extensions_")
+atexit.register(shutil.rmtree, os.environ["TORCH_EXTENSIONS_DIR"], ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def repo_root() -> Path:
+    """The checkout."""
+    return Path(__file__).resolve().parents[1]

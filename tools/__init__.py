@@ -1,0 +1,1 @@
+"""Programs around training: prepare data, launch, plan, sweep, report."""
