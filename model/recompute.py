@@ -1,0 +1,367 @@
+"""The memory modes: which activations of a layer are kept, recomputed or moved to host memory.
+
+`apply(model, mode)` switches a plain GPT from outside, by exchanging the `forward` of the modules named in the
+tables below and the loop over the layers. Parameters, their names and `state_dict()` do not notice.
+
+    mode                       kept for backward                        computed again
+    none                       everything autograd saves                nothing
+    selective                  all but the core attention's inside      scores, softmax, dropout, context
+    selective+norm+activation  GEMM inputs and outputs, residuals       also norms and GELU / SwiGLU; no GEMM
+    full                       the input of a layer, or of a group      everything but the last GEMM
+    full+attention             layer input, attention output            everything but attention and the last GEMM
+    ...+offload                the same, in host memory                 the same
+
+How a thing is forgotten and brought back: model/region.py. How it is moved: model/offload.py.
+"""
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from model.gpt import GPT, Block
+from model.modes import NAMED, Mode, parse, parse_layers
+from model.offload import HostPool, Transfers, deepspeed_checkpoint
+from model.region import (
+    Function,
+    OuterHooks,
+    Region,
+    StorageWeakRef,
+    current_region,
+    is_parameter,
+    is_recomputing,
+    second_run,
+    storage_key,
+)
+
+__all__ = ["MODES", "Activity", "Mode", "activity", "apply", "is_recomputing", "require_active"]
+
+MODES: dict[str, Mode] = {name: parse(name) for name in NAMED}
+
+# selective: modules that are recomputed for their own backward; their output is kept
+INSIDE = {"core_attn": ("attention.core_attention",), "mlp": ("mlp",)}
+# selective: modules whose output is recomputed, too, for the GEMMs that consume it
+OUTPUT = {"norm": ("input_norm", "post_norm"), "activation": ("mlp.activation",)}
+# the GEMMs that consume a norm, which is float32 under autocast: each saves a cast copy of its own
+CASTS = {"norm": ("attention.query", "attention.key", "attention.value", "mlp.gate", "mlp.up")}
+# full: modules whose output is kept, so that they do not run again
+KEPT = {
+    "attention": ("attention.core_attention",),
+    "qkv": ("attention.query", "attention.key", "attention.value"),
+    "projection": ("attention.out",),
+    "mlp_up": ("mlp.gate", "mlp.up"),
+}
+
+
+@dataclass
+class Activity:
+    """What a model's mode has done since it was applied."""
+
+    recomputed: int = 0  # second runs, of a module or of a group of layers
+    offloaded_bytes: int = 0  # copied to host memory
+
+
+@dataclass(frozen=True)
+class Group:
+    """Consecutive layers under one mode; under `full` they are forgotten and recomputed together."""
+
+    layers: tuple[Block, ...]
+    mode: Mode
+
+
+def apply(model: GPT, mode: str | Mode | Sequence[str | Mode], host_budget_bytes: int | None = None) -> Activity:
+    """Switches `model`, in place, to one mode for all layers or to a list with one for each.
+
+    What was applied before is undone first: `apply(model, "none")` gives the plain model back. Offload may use
+    `host_budget_bytes` of host memory (None: what there is). Raises ValueError for an unknown mode or a list of the
+    wrong length; warns where a mode cannot save what its name says.
+    """
+    modes = parse_layers(mode, len(model.layers))
+    undo = model.__dict__.pop("_recompute", None)
+    if undo is not None:
+        undo.undo()
+    applied = _Applied()
+    model.__dict__["_recompute"] = applied
+    if all(one == Mode() for one in modes):
+        return applied.activity
+
+    layers: list[Block] = list(model.layers)  # type: ignore[arg-type]
+    for layer, one in zip(layers, modes):
+        _switch(layer, one, applied, _is_stochastic(model))
+    groups = make_groups(layers, modes)
+    for reason in sorted(set(_reasons_to_warn(model, groups))):
+        warnings.warn(reason, stacklevel=2)
+    pool = HostPool(host_budget_bytes) if any(one.offload == "async" for one in modes) else None
+    applied.exchange(model, "run_layers", partial(_run_layers, groups, pool, applied.activity, _is_stochastic(model)))
+    return applied.activity
+
+
+def activity(model: GPT) -> Activity:
+    """What the mode applied to `model` has done so far."""
+    return model.__dict__["_recompute"].activity if "_recompute" in model.__dict__ else Activity()
+
+
+def require_active(model: GPT, mode: str | Mode | Sequence[str | Mode]) -> None:
+    """Raises RuntimeError when a training step was made and the mode did nothing of what it promises."""
+    modes, done = parse_layers(mode, len(model.layers)), activity(model)
+    idle = {"core_attn"} if model.config.attention != "unfused" else set()
+    if not done.recomputed and any(one.recompute == "full" or set(one.modules) - idle for one in modes):
+        raise RuntimeError(f"mode {modes[0]} recomputed nothing: its forward was replaced or not trained")
+    if not done.offloaded_bytes and any(m.offload for m in modes):
+        raise RuntimeError(
+            f"mode {modes[0]} moved 0 bytes to host memory: every tensor is smaller than "
+            f"model.offload.MIN_BYTES, or there is one layer only (the last one is never moved); use a mode "
+            "without offload"
+        )
+
+
+def make_groups(layers: Sequence[Block], modes: Sequence[Mode]) -> list[Group]:
+    """Cuts the layers where the mode changes, and `full` into its groups (the last one may be ragged)."""
+    groups = []
+    position = 0
+    for mode, run in groupby(modes):
+        length = len(list(run))
+        for size, one in _group_sizes(mode, length):
+            groups.append(Group(tuple(layers[position : position + size]), one))
+            position += size
+    return groups
+
+
+def _group_sizes(mode: Mode, length: int) -> Iterator[tuple[int, Mode]]:
+    if mode.grouping == "block":  # the first k layers, one by one; the others keep everything
+        for i in range(length):
+            yield 1, mode if i < mode.group else Mode(offload=mode.offload)
+        return
+    size = math.ceil(math.sqrt(length)) if mode.grouping == "sqrt" else mode.group
+    for start in range(0, length, size):
+        yield min(size, length - start), mode
+
+
+# What is exchanged
+
+
+class _Applied:
+    """What `apply` exchanged, so that it can be undone, and what the exchanged code counts."""
+
+    def __init__(self) -> None:
+        self.activity = Activity()
+        self.previous: list[tuple[nn.Module, str, Any]] = []
+
+    def exchange(self, module: nn.Module, name: str, function: Function) -> None:
+        self.previous.append((module, name, module.__dict__.get(name)))
+        module.__dict__[name] = function
+
+    def undo(self) -> None:
+        for module, name, previous in reversed(self.previous):
+            if previous is None:
+                del module.__dict__[name]
+            else:
+                module.__dict__[name] = previous
+
+
+def _switch(layer: Block, mode: Mode, applied: _Applied, stochastic: bool) -> None:
+    for name in mode.modules:
+        if name == "core_attn" and layer.attention.core_attention.fused:
+            continue  # a fused kernel keeps its inputs and its output; running it twice would buy nothing
+        for module in _modules(layer, INSIDE.get(name, ())):
+            applied.exchange(module, "forward", _recomputed(module, applied.activity, stochastic))
+        for module in _modules(layer, OUTPUT.get(name, ())):
+            applied.exchange(module, "forward", _output_recomputed(module, applied.activity))
+        for module in _modules(layer, CASTS.get(name, ())):
+            applied.exchange(module, "forward", _cast_recomputed(module))
+    for name in mode.keep:
+        for module in _modules(layer, KEPT[name]):
+            applied.exchange(module, "forward", _kept(module))
+
+
+def _modules(layer: Block, paths: Sequence[str]) -> Iterator[nn.Module]:
+    for path in paths:
+        parent, _, name = path.rpartition(".")
+        module = getattr(layer.get_submodule(parent), name)
+        if module is not None:  # an ungated MLP has no gate
+            yield module
+
+
+def _recomputed(module: nn.Module, activity: Activity, stochastic: bool) -> Function:
+    """Keeps the arguments and the output of a module, and nothing of its inside."""
+    forward = module.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return Region(forward, args, kwargs, stochastic, counted=activity).run()
+
+    return run
+
+
+def _output_recomputed(module: nn.Module, activity: Activity) -> Function:
+    """Keeps the arguments of a module; its output is forgotten by all who save it for backward."""
+    forward = module.forward
+
+    def run(*args: Any) -> Any:
+        region = current_region()
+        second = region is not None and region.again is module
+        if _Keeper.current is None or second or not torch.is_grad_enabled():
+            return forward(*args)
+        # Called again as a module, so that hooks that gather its sharded parameters run.
+        return _Keeper.current.run_forgetting(Region(forward, args, {}, False, again=module, counted=activity))
+
+    return run
+
+
+def _cast_recomputed(module: nn.Module) -> Function:
+    """Under autocast, casts the input of a GEMM before the GEMM would, so that the copy can be forgotten."""
+    forward = module.forward
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        device = x.device.type
+        if _Keeper.current is None or not torch.is_grad_enabled() or not torch.is_autocast_enabled(device):
+            return forward(x)
+        dtype = torch.get_autocast_dtype(device)
+        if x.dtype == dtype:
+            return forward(x)
+        return forward(_Keeper.current.run_forgetting(Region(_cast, (x, dtype), {}, False)))
+
+    return run
+
+
+def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.to(dtype)
+
+
+def _kept(module: nn.Module) -> Function:
+    forward = module.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        region = current_region()
+        return forward(*args, **kwargs) if region is None else region.keep(forward, args, kwargs)
+
+    return run
+
+
+# The loop over the layers
+
+
+class _Keeper:
+    """Decides, for every tensor that autograd saves in the layers, which of the three fates it has."""
+
+    current: "_Keeper | None" = None
+
+    def __init__(self, transfers: Transfers | None) -> None:
+        self.outer = OuterHooks()
+        self.outputs: dict[StorageWeakRef, Region] = {}  # forgotten outputs of the layer being run
+        self.transfers = transfers
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        if is_parameter(tensor):
+            return self.outer.pack(tensor)
+        key = storage_key(tensor)
+        if region := self.outputs.get(key):
+            return region.output_slot(tensor)
+        if self.transfers and (moved := self.transfers.save(tensor, key)):
+            return moved
+        return self.outer.pack(tensor)
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        return self.outer.unpack(packed)
+
+    def run_forgetting(self, region: Region) -> torch.Tensor:
+        """Runs a region whose output is forgotten, too, by whoever saves it in this layer."""
+        output = region.run()
+        self.outputs[storage_key(output)] = region
+        return output
+
+    @contextmanager
+    def around_layers(self) -> Iterator[None]:
+        previous, _Keeper.current = _Keeper.current, self
+        try:
+            with saved_tensors_hooks(self.pack, self.unpack):
+                yield
+        finally:
+            _Keeper.current = previous
+            self.outputs.clear()  # a region refers to its keeper: without this, both would live for ever
+
+
+def _run_layers(
+    groups: Sequence[Group],
+    pool: HostPool | None,
+    activity: Activity,
+    stochastic: bool,
+    x: torch.Tensor,
+    rope: Any,
+) -> torch.Tensor:
+    """GPT.run_layers under a mode. x: [B, T, C]."""
+    if not torch.is_grad_enabled():
+        for group in groups:
+            x = _plain(group.layers, rope, x)
+        return x
+    transfers = Transfers(pool, x, rope or (), len(groups), activity) if pool else None
+    keeper = _Keeper(transfers)
+    with keeper.around_layers():
+        for index, group in enumerate(groups):
+            keeper.outputs.clear()
+            if transfers:
+                transfers.begin(index, group.mode.offload == "async")
+            x = _run_group(group, activity, stochastic, x, rope)
+    if transfers:
+        transfers.finish()
+    return x
+
+
+def _run_group(group: Group, activity: Activity, stochastic: bool, x: torch.Tensor, rope: Any) -> torch.Tensor:
+    run = partial(
+        _plain, group.layers, rope
+    )  # rope in a closure: as an argument, DeepSpeed would take it for an activation
+    if group.mode.recompute != "full":
+        return run(x)
+    if group.mode.offload == "deepspeed":
+        return deepspeed_checkpoint(run, x, activity)
+    if group.mode.keep:
+        return Region(run, (x,), {}, stochastic, counted=activity).run()
+    return checkpoint(run, x, use_reentrant=False, preserve_rng_state=stochastic, context_fn=partial(_count, activity))
+
+
+def _plain(layers: Sequence[Block], rope: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in layers:
+        x = layer(x, rope)
+    return x
+
+
+def _count(activity: Activity) -> tuple[Any, Any]:
+    return nullcontext(), second_run(activity)
+
+
+def _is_stochastic(model: GPT) -> bool:
+    return model.config.hidden_dropout > 0 or model.config.attention_dropout > 0
+
+
+def _reasons_to_warn(model: GPT, groups: Sequence[Group]) -> Iterator[str]:
+    implementation = model.config.attention
+    fused = implementation != "unfused"
+    for group in groups:
+        name = str(group.mode)
+        if fused and "core_attn" in group.mode.modules:
+            yield (
+                f"mode {name}: recomputing core_attn saves nothing under attention={implementation}, whose kernel "
+                "keeps q, k, v and its output only, and no scores; attention is not recomputed. For fewer bytes use "
+                "norm+activation or full+attention"
+            )
+        if not fused and "attention" in group.mode.keep:
+            yield (
+                f"mode {name}: unfused attention needs its [T, T] probabilities to skip its second run, and they are "
+                "kept; use attention=sdpa, or full"
+            )
+        if group.mode.recompute == "full" and 1 < len(group.layers) == len(model.layers):
+            yield (
+                f"mode {name}: one group holds all {len(group.layers)} layers, so backward recomputes the whole model "
+                "at once and its peak is that of mode none; use smaller groups"
+            )

@@ -1,0 +1,327 @@
+"""A region: a function that is run now, forgotten, and run again when backward asks for what autograd saved in it.
+
+torch.utils.checkpoint does this for the inside of a function, and is used where that is enough. A region adds what
+memory modes need on top:
+
+- its *output* may be forgotten too, for whoever saves it (a norm's output is saved by the GEMM behind it, and costs
+  more than computing it again);
+- the output of a module inside may be *kept*, so that the module does not run again (attention, whose cost grows
+  with the square of the context);
+- what a region needs itself, its arguments and kept outputs, is saved through the saved-tensor hooks around it, so
+  that regions nest in each other, in torch.utils.checkpoint and in any offload;
+- only what is still wanted is computed again: the second run ends at the last tensor somebody waits for.
+
+A tensor that autograd saves becomes a `Slot`. Slots hold their region, the region knows its slots weakly: what is
+recomputed for a slot lives exactly as long as the autograd node that saved it.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+Function = Callable[..., Any]
+
+
+class Handle:
+    """What stands in for a tensor that autograd saved; `get()` gives the tensor."""
+
+    __slots__ = ()
+
+    def get(self) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Kept(Handle):
+    """A saved tensor that simply stays where it is; like autograd's own, it notices in-place changes."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # Detached: a node that holds its own output would otherwise hold itself, and never be freed.
+        self.tensor, self.version = tensor.detach(), tensor._version
+
+    def get(self) -> torch.Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self.tensor.shape)} that backward needs was modified in place after it "
+                f"was saved (version {self.tensor._version}, saved at {self.version}); change a clone instead"
+            )
+        return self.tensor
+
+
+class Slot(Handle):
+    """A saved tensor that is not kept; asking for it makes its region run again."""
+
+    __slots__ = ("__weakref__", "dtype", "offset", "region", "size", "stride", "value")
+
+    def __init__(self, region: "Region", tensor: torch.Tensor) -> None:
+        self.region = region
+        self.size, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+        self.dtype = tensor.dtype
+        self.value: torch.Tensor | None = None
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        if tensor.dtype != self.dtype:
+            raise RuntimeError(f"recompute gave {tensor.dtype} where forward saved {self.dtype}")
+        self.value = tensor.detach().as_strided(self.size, self.stride, self.offset)
+
+    def get(self) -> torch.Tensor:
+        if self.value is None:
+            self.region.recompute()
+        assert self.value is not None
+        return self.value
+
+
+class OuterHooks:
+    """The saved-tensor hooks that are active where this is made; without any, tensors are kept."""
+
+    __slots__ = ("_unpack", "pack")
+
+    def __init__(self) -> None:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self.pack, self._unpack = hooks or (_keep, lambda tensor: tensor)
+
+    def save(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Saves as an autograd node here would; the result returns the tensor."""
+        packed = self.pack(tensor if is_parameter(tensor) else tensor.detach())
+        return lambda: self.unpack(packed)
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        return packed.get() if isinstance(packed, Handle) else self._unpack(packed)
+
+
+def _keep(tensor: torch.Tensor) -> Any:
+    # A parameter is saved as the object it is: ZeRO-3 and FSDP exchange its data between forward and backward.
+    return tensor if isinstance(tensor, torch.nn.Parameter) else Kept(tensor)
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """Parameters and their views (a Linear saves its weight transposed) are never an activation."""
+    base = tensor._base
+    return isinstance(tensor if base is None else base, torch.nn.Parameter)
+
+
+def storage_key(tensor: torch.Tensor) -> StorageWeakRef:
+    """Identity of a storage; the weak reference keeps the address from being used again while the key lives."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+class _Enough(Exception):  # noqa: N818 - nothing is wrong
+    """Everything that is wanted has been recomputed."""
+
+
+class Region:
+    """One call of `function`, whose inside is recomputed in backward.
+
+    stochastic: it draws random numbers, whose generator must be set back. again: what to call the second time, when
+    it isn't `function` itself (a module, so that hooks that gather its sharded parameters run). counted: an object
+    whose `recomputed` grows by one with every second run.
+    """
+
+    def __init__(
+        self,
+        function: Function,
+        args: tuple,
+        kwargs: dict,
+        stochastic: bool,
+        again: Function | None = None,
+        counted: Any = None,
+    ) -> None:
+        self.function, self.again, self.args_now = function, again or function, (args, kwargs)
+        self.outer = OuterHooks()
+        leaves, self.structure = tree_flatten((args, kwargs))
+        self.leaves = [self._save_leaf(leaf) for leaf in leaves]
+        self.arguments = {storage_key(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
+        self.random = _RandomState(device) if stochastic else None
+        self.autocast = autocast_state(device.type)
+        self.counted = counted
+        self.slots: dict[Any, list[weakref.ref[Slot]]] = {}  # what of the function's run each slot waits for
+        self.kept: list[tuple[Callable[[], torch.Tensor], _RandomState | None]] = []  # output, generators after it
+        self.saves = self.calls = 0  # tensors saved and kept modules called so far, in this run
+        self.missing: set[Any] | None = None  # in a second run: what is still wanted
+
+    def _save_leaf(self, leaf: Any) -> Callable[[], Any]:
+        if not isinstance(leaf, torch.Tensor):
+            return lambda: leaf
+        load, requires_grad = self.outer.save(leaf), leaf.requires_grad
+        return lambda: load().detach().requires_grad_(requires_grad)
+
+    # First run
+
+    def run(self) -> Any:
+        args, kwargs = self.args_now
+        del self.args_now  # from here on they are in the care of the outer hooks
+        with _running(self), saved_tensors_hooks(self._pack, self.outer.unpack):
+            return self.function(*args, **kwargs)
+
+    def slot(self, key: Any, tensor: torch.Tensor) -> Slot:
+        slot = Slot(self, tensor)
+        self.slots.setdefault(key, []).append(weakref.ref(slot))
+        return slot
+
+    def output_slot(self, tensor: torch.Tensor) -> Slot:
+        """A slot for the region's output, or a view of it, saved by whoever consumes it."""
+        return self.slot("output", tensor)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if self._is_given(tensor):
+            return self.outer.pack(tensor)
+        self.saves += 1
+        return self.slot(self.saves, tensor)
+
+    def _is_given(self, tensor: torch.Tensor) -> bool:
+        return is_parameter(tensor) or storage_key(tensor) in self.arguments
+
+    def keep(self, function: Function, args: tuple, kwargs: dict) -> Any:
+        """Calls a function whose output, and whatever else of its inside backward needs, is kept.
+
+        Its own arguments are not: they are computed again with the rest of the region.
+        """
+        self.calls += 1
+        call = self.calls
+        inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        if self.missing is not None:
+            for i, leaf in enumerate(inputs):
+                self._deliver((call, i), leaf)
+            output, random = self.kept[call - 1]
+            if random is not None:
+                random.restore()
+            return output().detach().requires_grad_()
+        sources = {storage_key(leaf): (call, i) for i, leaf in enumerate(inputs)}
+
+        def pack(tensor: torch.Tensor) -> Any:
+            source = None if is_parameter(tensor) else sources.get(storage_key(tensor))
+            return self.slot(source, tensor) if source else self.outer.pack(tensor)
+
+        with saved_tensors_hooks(pack, self.outer.unpack):
+            output = function(*args, **kwargs)
+        self.kept.append((self.outer.save(output), _RandomState(output.device) if self.random else None))
+        return output
+
+    # Second run
+
+    def recompute(self) -> None:
+        """Runs the function again and fills every slot that is still alive."""
+        self.saves = self.calls = 0
+        self.missing = {key for key, slots in self.slots.items() if any(slot() is not None for slot in slots)}
+        leaves = [load() for load in self.leaves]
+        self.arguments = {storage_key(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        args, kwargs = tree_unflatten(leaves, self.structure)
+        del leaves
+        try:
+            with self._replay(), _running(self), saved_tensors_hooks(self._record, _never):
+                self._deliver("output", self.again(*args, **kwargs))
+            if self.missing:
+                raise RuntimeError(
+                    "recompute did not save the tensors that forward saved: the recomputed code must do the same "
+                    "operations every time (no state, no side effects)"
+                )
+        except _Enough:
+            pass
+        finally:
+            self.missing = None
+
+    @contextmanager
+    def _replay(self) -> Iterator[None]:
+        """Everything that operations depend on besides their arguments, as it was in the first run."""
+        with ExitStack() as stack:
+            stack.enter_context(second_run(self.counted))
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(self.autocast())
+            if self.random is not None:
+                stack.callback(_RandomState(self.random.device).restore)
+                self.random.restore()
+            yield
+
+    def _record(self, tensor: torch.Tensor) -> None:
+        if not self._is_given(tensor):
+            self.saves += 1
+            self._deliver(self.saves, tensor)
+
+    def _deliver(self, key: Any, tensor: torch.Tensor) -> None:
+        assert self.missing is not None
+        if key not in self.missing:
+            return
+        for reference in self.slots[key]:
+            if (slot := reference()) is not None:
+                slot.fill(tensor)
+        self.missing.remove(key)
+        if not self.missing and key != "output":
+            raise _Enough
+
+
+def _never(_: Any) -> torch.Tensor:
+    raise RuntimeError("the graph of a second run is never run backward")
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.regions: list[Region] = []
+        self.second_runs = 0
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def _running(region: Region) -> Iterator[None]:
+    _thread.regions.append(region)
+    try:
+        yield
+    finally:
+        _thread.regions.pop()
+
+
+class second_run:  # noqa: N801 - used like a function
+    """While open, code runs a second time for backward; `counted.recomputed` grows by one at each entry."""
+
+    def __init__(self, counted: Any = None) -> None:
+        self.counted = counted
+
+    def __enter__(self) -> None:
+        _thread.second_runs += 1
+        if self.counted is not None:
+            self.counted.recomputed += 1
+
+    def __exit__(self, *_: Any) -> None:
+        _thread.second_runs -= 1
+
+
+def is_recomputing() -> bool:
+    """Whether the code that asks is being run a second time: counters and logs should stay silent then."""
+    return _thread.second_runs > 0
+
+
+def current_region() -> Region | None:
+    """The innermost region being run by this thread."""
+    return _thread.regions[-1] if _thread.regions else None
+
+
+class _RandomState:
+    """The generators' state on CPU and on `device`, here and now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.cpu = torch.get_rng_state()
+        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda, self.device)
+
+
+def autocast_state(device_type: str) -> Callable[[], AbstractContextManager]:
+    """Captures autocast as it is here; the result enters it again."""
+    if not torch.is_autocast_enabled(device_type):
+        return nullcontext
+    dtype, cache = torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
+    return lambda: torch.autocast(device_type, dtype=dtype, cache_enabled=cache)
