@@ -5,8 +5,8 @@ Nothing in this file knows about recompute, offload, tiles or parallelism: those
 """
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Literal, get_args, get_origin
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,7 @@ class GPTConfig:
     normalization: Literal["layernorm", "rmsnorm"] = "rmsnorm"
     position_embedding: Literal["learned", "rope"] = "rope"
     activation: Literal["gelu", "swiglu"] = "swiglu"
-    bias: bool = False
+    bias: bool = False  # of projections and of layer norms
     tied_embeddings: bool = False
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
@@ -44,18 +44,27 @@ class GPTConfig:
     z_loss: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.hidden_size % self.num_attention_heads:
-            raise ValueError(
-                f"hidden_size={self.hidden_size} is not divisible by num_attention_heads={self.num_attention_heads}"
-            )
-        if self.num_attention_heads % self.query_groups:
-            raise ValueError(
-                f"num_attention_heads={self.num_attention_heads} is not divisible by "
-                f"num_query_groups={self.query_groups}"
-            )
+        def require(name: str, holds: bool, expected: str) -> None:
+            if not holds:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be {expected}")
+
+        for field in fields(self):
+            value, kind = getattr(self, field.name), field.type
+            if get_origin(kind) is Literal:
+                require(field.name, value in get_args(kind), f"one of {', '.join(get_args(kind))}")
+            elif kind is int or (kind == int | None and value is not None):
+                require(field.name, type(value) is int and value > 0, "a whole number above 0")
+        for name in ("hidden_dropout", "attention_dropout", "label_smoothing"):
+            require(name, 0 <= getattr(self, name) < 1, "at least 0 and below 1")
+        for name in ("rope_theta", "norm_epsilon", "init_std"):
+            require(name, 0 < getattr(self, name) < math.inf, "above 0")
+        require("z_loss", 0 <= self.z_loss < math.inf, "at least 0")
+        heads, groups = self.num_attention_heads, self.query_groups
+        require("hidden_size", self.hidden_size % heads == 0, f"divisible by num_attention_heads={heads}")
+        require("num_attention_heads", heads % groups == 0, f"divisible by num_query_groups={groups}")
         if self.position_embedding == "rope" and self.head_dim % 2:
             raise ValueError(f"rope needs an even head size, not {self.head_dim} (hidden_size / heads)")
-        if self.position_embedding == "learned" and not self.max_position_embeddings:
+        if self.position_embedding == "learned" and self.max_position_embeddings is None:
             raise ValueError("position_embedding=learned needs max_position_embeddings (rows of its table)")
 
     @property
@@ -75,7 +84,7 @@ def num_parameters(config: GPTConfig) -> int:
     """Trainable parameters, a tied head counted once."""
     c, b = config, config.bias
     h, f, kv = c.hidden_size, c.ffn_size, c.query_groups * c.head_dim
-    norm = h * (2 if c.normalization == "layernorm" else 1)
+    norm = h * (2 if c.normalization == "layernorm" and b else 1)
     attention = 2 * h * (h + kv) + b * (2 * h + 2 * kv)
     mlp = 2 * h * f + b * (f + h) + (c.activation == "swiglu") * (h * f + b * f)
     embeddings = c.vocab_size * h * (1 if c.tied_embeddings else 2)
@@ -143,8 +152,9 @@ class MLP(nn.Module):
 
 
 def make_norm(config: GPTConfig) -> nn.Module:
-    kind = nn.LayerNorm if config.normalization == "layernorm" else RMSNorm
-    return kind(config.hidden_size, eps=config.norm_epsilon)
+    if config.normalization == "layernorm":
+        return nn.LayerNorm(config.hidden_size, eps=config.norm_epsilon, bias=config.bias)
+    return RMSNorm(config.hidden_size, eps=config.norm_epsilon)
 
 
 class Block(nn.Module):
@@ -211,9 +221,9 @@ class GPT(nn.Module):
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = make_norm(config)
         self.head = LossHead(config)
-        self.reset_parameters()
         if config.tied_embeddings:
-            self.head.weight = self.embedding.weight
+            self.embedding.weight = self.head.weight
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """GPT-2's initialisation: normal, and the projections into the residual stream scaled by 1/sqrt(2L)."""
@@ -252,7 +262,7 @@ class GPT(nn.Module):
             x = x + self.position_embedding(torch.arange(seq_length, device=tokens.device))
         else:
             rope = rope_table(seq_length, self.config.head_dim, self.config.rope_theta, x.device)
-        if self.training and self.config.hidden_dropout and self.position_embedding is not None:
+        if self.training and self.config.hidden_dropout:
             x = F.dropout(x, self.config.hidden_dropout)
         return self.norm(self.run_layers(x, rope))  # (B, T, C)
 
