@@ -42,8 +42,27 @@ class Mode:
     group: int = 1
     offload: Literal["async", "deepspeed"] | None = None
 
+    def __post_init__(self) -> None:
+        full, grouped = self.recompute == "full", (self.grouping, self.group) != ("uniform", 1)
+        deepspeed = self.offload == "deepspeed"
+        problems = {
+            "recompute is none, selective or full": self.recompute not in ("none", "selective", "full"),
+            "grouping is uniform, block or sqrt": self.grouping not in ("uniform", "block", "sqrt"),
+            "offload is None, async or deepspeed": self.offload not in (None, "async", "deepspeed"),
+            "selective, and only selective, names modules": (self.recompute == "selective") != bool(self.modules),
+            f"modules are of {RECOMPUTABLE}, in this order": not _ordered(self.modules, RECOMPUTABLE),
+            f"keep is of {KEEPABLE}, in this order": not _ordered(self.keep, KEEPABLE),
+            "only full keeps outputs and groups layers": not full and (bool(self.keep) or grouped),
+            "group is a whole number above 0": type(self.group) is not int or self.group < 1,
+            "sqrt finds its own group": self.grouping == "sqrt" and self.group != 1,
+            "DeepSpeed's offload moves layer inputs only": deepspeed and bool(self.modules or self.keep),
+        }
+        for rule, broken in problems.items():
+            if broken:
+                raise ValueError(f"{self!r}: {rule}")
+
     def __str__(self) -> str:
-        words = [] if self.modules else [self.recompute]
+        words: list[str] = [] if self.modules else [self.recompute]
         words += ["selective" if module == "core_attn" else module for module in self.modules]
         words += self.keep
         if self.grouping != "uniform":
@@ -84,9 +103,7 @@ def parse(name: str) -> Mode:
         words = ["core_attn", *words]
     elif first not in ("none", "full"):
         starts = ("none", "selective", "full", *RECOMPUTABLE)
-        raise ValueError(
-            f"mode {name!r}: starts with {first!r}, not with one of {', '.join(starts)}{_hint(name)}"
-        )
+        raise ValueError(f"mode {name!r}: starts with {first!r}, not with one of {', '.join(starts)}{_hint(name)}")
     allowed = ["offload"]
     if first == "selective":
         allowed += RECOMPUTABLE
@@ -97,7 +114,7 @@ def parse(name: str) -> Mode:
     groupings: list[tuple[str, int]] = []
     offload = None
     for word in words:
-        number = re.fullmatch(r"(uniform|block)([1-9]\d*)", word)
+        number = re.fullmatch(r"(uniform|block)([1-9][0-9]*)", word)
         known = word in allowed and word not in ("uniformK", "blockN")
         if not known and not (number and first == "full"):
             raise ValueError(
@@ -120,9 +137,7 @@ def parse(name: str) -> Mode:
         raise ValueError(f"mode {name!r}: one grouping only (uniformK, blockN or sqrt)")
     grouping, group = groupings[0] if groupings else ("uniform", 1)
     if keep and offload == "deepspeed":
-        raise ValueError(
-            f"mode {name!r}: DeepSpeed's offload keeps layer inputs only; use +offload with {keep}"
-        )
+        raise ValueError(f"mode {name!r}: DeepSpeed's offload keeps layer inputs only; use +offload with {keep}")
     modules = [m for m in RECOMPUTABLE if m in modules]
     keep = [k for k in KEEPABLE if k in keep]
     return Mode(first, tuple(modules), tuple(keep), grouping, group, offload)  # type: ignore[arg-type]
@@ -130,12 +145,15 @@ def parse(name: str) -> Mode:
 
 def parse_layers(value: str | Mode | Sequence[str | Mode], num_layers: int) -> list[Mode]:
     """One mode per layer, from one mode for all or a list with one for each layer."""
-    one = isinstance(value, (str, Mode))
-    items = [value] * num_layers if one else list(value)  # type: ignore[arg-type, list-item]
-    modes = [item if isinstance(item, Mode) else parse(item) for item in items]  # type: ignore[arg-type]
+    items = [value] * num_layers if isinstance(value, (str, Mode)) else value
+    modes = [item if isinstance(item, Mode) else parse(item) for item in items]
     if len(modes) != num_layers:
         raise ValueError(f"{len(modes)} modes for {num_layers} layers: give one mode, or one for each layer")
     return modes
+
+
+def _ordered(names: tuple[str, ...], choices: tuple[str, ...]) -> bool:
+    return names == tuple(choice for choice in choices if choice in names)
 
 
 def _hint(name: str) -> str:

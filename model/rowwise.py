@@ -91,9 +91,7 @@ class RMSNorm(nn.Module):
         return _RMSNorm.apply(x, self.weight, self.eps)
 
 
-def rope_table(
-    length: int, dim: int, theta: float, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_table(length: int, dim: int, theta: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of the rotary phases (Su et al. 2021, arXiv:2104.09864), each float32 [T, D / 2].
 
     Phases are formed in float64: in bfloat16 positions above 256 collide, and in float32 the phase of
