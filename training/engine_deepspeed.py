@@ -68,12 +68,12 @@ def merged_config(recipe: Recipe, world_size: int, parameters: int) -> dict[str,
             raise recipe.error("engine.deepspeed_config", f"{path.name} must hold one JSON object")
     for key in config:
         if key in OWNED:
-            problem = f"{path.name if path else ''} has {key!r}, which the recipe's {OWNED[key]} decides; delete it there"
+            problem = (
+                f"{path.name if path else ''} has {key!r}, which the recipe's {OWNED[key]} decides; delete it there"
+            )
             raise recipe.error("engine.deepspeed_config", problem)
         if key not in ALLOWED:
-            problem = (
-                f"{path.name if path else ''} has the unknown key {key!r}; allowed: {', '.join(ALLOWED)}"
-            )
+            problem = f"{path.name if path else ''} has the unknown key {key!r}; allowed: {', '.join(ALLOWED)}"
             raise recipe.error("engine.deepspeed_config", problem)
     zero = config.setdefault("zero_optimization", {"stage": 0})
     config |= {
@@ -126,6 +126,8 @@ class DeepSpeedEngine(Engine):
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
         self.adamw = make_adamw(recipe, parameter_groups(model.parameters(), recipe.optimizer.weight_decay))
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=self.adamw, config=config)
+        if self.stage == 0 and world.size == 1:
+            self.engine.enable_backward_allreduce = False  # it would copy all gradients to tell them to nobody
         self.zero = self.engine.optimizer
         # Where the float32 master weights live: ZeRO-3 takes them out of the groups between steps.
         self.masters: list[torch.Tensor] = getattr(self.zero, "fp32_partitioned_groups_flat", None) or [

@@ -12,23 +12,23 @@ from training.recipe import Recipe
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """Learning rate of optimizer step `step`, counted from 0.
+    """Learning rate of optimizer step `step`, counted from 1.
 
-    Linear warmup to lr, which the last warmup step reaches; then constant, a cosine down to min_lr
-    (Loshchilov & Hutter 2017, arXiv:1608.03983), or constant with a linear decay to min_lr over the last decay_steps
-    (WSD: Hu et al. 2024, arXiv:2404.06395).
+    Linear warmup to lr, which the last warmup step has; then constant, a cosine down to min_lr (Loshchilov &
+    Hutter 2017, arXiv:1608.03983), or constant with a linear decay to min_lr over the last decay_steps (WSD: Hu
+    et al. 2024, arXiv:2404.06395).
     """
     o = recipe.optimizer
     min_lr = o.lr / 10 if o.min_lr is None else o.min_lr
-    if step < o.warmup_steps:
-        return o.lr * (step + 1) / o.warmup_steps
+    if step <= o.warmup_steps:
+        return o.lr * step / o.warmup_steps
     if o.schedule == "constant":
         return o.lr
     if o.schedule == "cosine":
-        done = (step - o.warmup_steps + 1) / max(1, recipe.steps - o.warmup_steps)
-        return min_lr + (o.lr - min_lr) * (1 + math.cos(math.pi * min(1.0, done))) / 2
+        done = (step - o.warmup_steps) / (recipe.steps - o.warmup_steps)
+        return min_lr + (o.lr - min_lr) * (1 + math.cos(math.pi * done)) / 2
     decay_steps = o.decay_steps or max(1, recipe.steps // 10)
-    left = min(decay_steps, max(0, recipe.steps - step - 1))
+    left = min(decay_steps, recipe.steps - step)
     return min_lr + (o.lr - min_lr) * left / decay_steps
 
 
@@ -46,7 +46,7 @@ def parameter_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: flo
 
 
 def make_adamw(recipe: Recipe, groups: list[dict[str, Any]]) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), fused: one pass and no temporaries as large as the model."""
+    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), fused: one pass, no temporary as large as the model."""
     o = recipe.optimizer
     return torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps, fused=True)
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+
+_TEXT_BYTES = 2048  # of a problem that one rank tells the others
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class World:
         """The maxima of `values` over all ranks, in float64."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
-    def _reduce(self, values: tuple[float, ...], operation: dist.ReduceOp) -> list[float]:
+    def _reduce(self, values: tuple[float, ...], operation: Any) -> list[float]:
         if self.size == 1:
             return list(values)
         # On the CPU: gloo beside nccl, so that a few numbers never wait for the device's queue.
@@ -41,6 +44,19 @@ class World:
 
     def barrier(self) -> None:
         self.max(0.0)
+
+    def agree(self, problem: str | None) -> str | None:
+        """The lowest rank's problem, the same on every rank; None when no rank has one."""
+        if self.size == 1 or not any(self.max(problem is not None)):
+            return problem
+        text = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
+        if problem is not None:
+            data = (problem or "unknown").encode()[:_TEXT_BYTES]
+            text[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        texts = [torch.empty_like(text) for _ in range(self.size)]
+        dist.all_gather(texts, text)
+        rank, first = next((i, t) for i, t in enumerate(texts) if t.any())
+        return f"rank {rank}: " + bytes(first.tolist()).rstrip(b"\0").decode(errors="replace")
 
 
 def place() -> tuple[int, int, int]:
@@ -76,6 +92,15 @@ def join() -> World:
 
 
 def leave() -> None:
-    """Part from the other ranks."""
+    """Part from the other ranks, when all do."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def end_process(code: int) -> NoReturn:
+    """Exit with `code`; with an error at once, because other ranks may never come to say goodbye."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code and dist.is_initialized():
+        os._exit(code)
+    sys.exit(code)
