@@ -1,4 +1,4 @@
-"""RMSNorm and rotation by tiles equal torch's own in value and gradient, and phases are right to a million positions."""
+"""RMSNorm and rotation by tiles equal torch's own, gradients too, and phases are right to a million positions."""
 
 import math
 
@@ -131,7 +131,7 @@ def test_norm_keeps_its_input_and_a_number_per_row_and_rotation_only_the_shared_
         norm(x)
         rotate(x.unflatten(-1, (4, 16)), *table)
     assert [t.data_ptr() for t in kept if t.dim() == 3] == [x.data_ptr()]
-    assert [t.shape for t in kept if t.dim() == 2][0] == (6, 1)
+    assert next(t.shape for t in kept if t.dim() == 2) == (6, 1)
     assert [t.data_ptr() for t in kept[-2:]] == [t.data_ptr() for t in table]
     assert len(kept) == 5  # x, weight, 1 / rms; cos, sin
 
