@@ -33,8 +33,10 @@ help: ## this text
 	@sed -n 's/^\([A-Z_]*\) := *\(.*\)## */  \1|\2|/p' Makefile | awk -F'|' '{ printf "%-14s%-12s%s\n", $$1, $$2, $$3 }'
 
 install: $(VENV)/installed ## make the environment and install the pinned packages; nothing is done twice
+	@echo 'Ready: $(VENV)'
 
 dev: $(VENV)/installed-dev ## the same with what tests and lint need
+	@echo 'Ready: $(VENV)'
 
 $(PY):
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, 13) or sys.exit("Python 3.10 to 3.13 is needed, not %d.%d: make PYTHON=python3.11 ..." % v)'
