@@ -1,0 +1,189 @@
+"""What the tiled parts of a layer share.
+
+A tiled part is one autograd function around a norm, a sub-layer, dropout and the residual: x [B, T, C] in, x [B, T, C]
+out. It keeps little more than x and computes the rest again in backward, a tile at a time, so that there is one
+gradient in and one gradient out and nothing in between that is as long as the sequence without need.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def slices(length: int, step: int) -> list[slice]:
+    """[0, length) in tiles of `step`, the last one ragged."""
+    return [slice(start, min(start + step, length)) for start in range(0, length, step)]
+
+
+class Weights:
+    """A part's parameters by name, in the dtype that its GEMMs use; None for those it does not have.
+
+    They are read from the parameter objects at every use: ZeRO-3 and FSDP exchange their data between forward and
+    backward. A parameter that was changed in place in between is an error, as it is for autograd's own.
+    """
+
+    def __init__(self, modules: dict[str, nn.Module | None], device: torch.device) -> None:
+        """modules: by the name that their `weight` and `bias` are to have in front."""
+        self.parameters: dict[str, nn.Parameter] = {}
+        for name, module in modules.items():
+            for kind in ("weight", "bias"):
+                if (parameter := getattr(module, kind, None)) is not None:
+                    self.parameters[f"{name}.{kind}"] = parameter
+        self.versions = {name: p._version for name, p in self.parameters.items()}
+        autocast = torch.is_autocast_enabled(device.type)
+        first = next(iter(self.parameters.values()))
+        self.dtype = torch.get_autocast_dtype(device.type) if autocast else first.dtype
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.parameters
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.raw(name).to(self.dtype)
+
+    def raw(self, name: str) -> torch.Tensor:
+        parameter = self.parameters[name]
+        if parameter._version != self.versions[name]:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(parameter.shape)} that backward needs was modified in place since forward"
+            )
+        return parameter.detach()
+
+    def linear(self, x: torch.Tensor, name: str, part: slice = slice(None)) -> torch.Tensor:
+        """x @ weight^T + bias, of the output features in `part`."""
+        bias = self[f"{name}.bias"][part] if f"{name}.bias" in self.parameters else None
+        return F.linear(x, self[f"{name}.weight"][part], bias)
+
+
+class Gradients:
+    """Gradients of a part's parameters, each summed over tiles: in float32 when there is more than one to sum.
+
+    wanted: whether each parameter, in order, needs a gradient.
+    """
+
+    def __init__(self, weights: Weights, wanted: tuple[bool, ...], one_tile: bool) -> None:
+        self.names = list(weights.parameters)
+        self.totals = {
+            name: torch.zeros_like(p, dtype=None if one_tile and p.dtype == weights.dtype else torch.float32)
+            for (name, p), needed in zip(weights.parameters.items(), wanted, strict=True)
+            if needed
+        }
+        self.dtypes = {name: p.dtype for name, p in weights.parameters.items()}
+
+    def linear(
+        self, name: str, grad: torch.Tensor, x: torch.Tensor, out: slice = slice(None), into: slice = slice(None)
+    ) -> None:
+        """Adds the gradients of x [n, in] @ weight^T + bias for grad [n, out]; out, into: the features they cover."""
+        if (total := self.totals.get(f"{name}.weight")) is not None:
+            add_product(total[out, into], grad.t(), x)
+        if (total := self.totals.get(f"{name}.bias")) is not None and into.start in (None, 0):
+            total[out] += grad.sum(0)
+
+    def add(self, name: str, gradient: torch.Tensor | None) -> None:
+        if gradient is not None and name in self.totals:
+            self.totals[name] += gradient
+
+    def result(self) -> tuple[torch.Tensor | None, ...]:
+        """One gradient for each parameter, in the parameter's dtype."""
+        totals = (self.totals.pop(name, None) for name in self.names)
+        return tuple(None if t is None else t.to(self.dtypes[n]) for n, t in zip(self.names, totals, strict=True))
+
+
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += a @ b, in place where the dtypes allow it."""
+    if total.dtype == a.dtype == b.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
+
+
+class Norm:
+    """A norm outside its module: the class's own arithmetic, no hooks, no exchanged forward, detached parameters."""
+
+    def __init__(self, module: nn.Module, weights: Weights) -> None:
+        self.module, self.weights = module, weights
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalises x [..., C], in the dtype of the part's GEMMs."""
+        parameters = {name: self.weights.raw(f"norm.{name}") for name in self._names()}
+        return self._run(x, parameters)
+
+    def with_backward(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Also a function from the output's gradient to those of x and, by name, of the parameters."""
+        names = self._names()
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            parameters = {name: self.weights.raw(f"norm.{name}").requires_grad_() for name in names}
+            output = self._run(leaf, parameters)
+        edge, result = torch.autograd.graph.get_gradient_edge(output), output.detach()
+
+        def backward(grad: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            dx, *rest = torch.autograd.grad(edge, (leaf, *parameters.values()), grad)
+            return dx, {f"norm.{name}": gradient for name, gradient in zip(names, rest, strict=True)}
+
+        return result, backward
+
+    def _names(self) -> list[str]:
+        return [name for name in ("weight", "bias") if f"norm.{name}" in self.weights]
+
+    def _run(self, x: torch.Tensor, parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        settings = {"eps": self.module.eps, "normalized_shape": x.shape[-1:], "bias": None}
+        stand_in: Any = SimpleNamespace(**{**settings, **parameters})
+        return type(self.module).forward(stand_in, x).to(self.weights.dtype)
+
+
+def dropout_backward(grad: torch.Tensor, p: float) -> torch.Tensor:
+    """The gradient of dropout, drawing the mask anew: the generator must stand where it stood in forward."""
+    with torch.enable_grad():
+        leaf = grad.detach().requires_grad_()
+        output = F.dropout(leaf, p)
+    return torch.autograd.grad(output, leaf, grad)[0]
+
+
+class RandomState:
+    """Where the generators of the CPU and of a device stand; `replayed()` sets them back for a while."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.cpu = device, torch.get_rng_state()
+        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        with torch.random.fork_rng(devices=[] if self.cuda is None else [self.device]):
+            torch.set_rng_state(self.cpu)
+            if self.cuda is not None:
+                torch.cuda.set_rng_state(self.cuda, self.device)
+            yield
+
+
+class _Anchor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+def anchored(x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """x, saved for backward *before* a part runs on it, and the autograd node that saved it (None without gradient).
+
+    Recompute ends at the last tensor that somebody waits for. An autograd function saves after it has run; if a
+    layer's last part saved its own input, `full` would run all of that part a second time to get there, and the part
+    itself recomputes what it needs a third time.
+    """
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return x, None
+    x = _Anchor.apply(x)
+    return x, x.grad_fn
+
+
+def saved_input(ctx: Any, node: Any) -> torch.Tensor:
+    """In a part's backward: the input that `anchored` or, without it, the part itself has saved."""
+    return (ctx if node is None else node).saved_tensors[0]
