@@ -75,6 +75,8 @@ class Meter:
         timeline: int = 0,
         operations: bool | None = None,
     ) -> None:
+        if timeline < 0 or timeline == 1:
+            raise ValueError(f"timeline={timeline}: write the number of points to keep, at least 2, or 0 for none")
         self.budget_bytes = budget_bytes
         self.host_budget_bytes = host_budget_bytes
         self.after_forward_bytes = 0  # the most that was alive between a forward and its backward
@@ -202,7 +204,8 @@ class Meter:
     @property
     def failed_op(self) -> str:
         """Who ran out of memory last, in the words of `peak_op`; "" when nobody did."""
-        return self._places.describe(self._failed) if self._failed else ""
+        origin = self._storages.failed_origin if self._storages and self._storages.failed_origin else self._failed
+        return self._places.describe(origin) if origin else ""
 
     @property
     def breakdown_bytes(self) -> dict[str, int]:
@@ -212,9 +215,7 @@ class Meter:
         module), temporary, other (was there before, or made outside any phase). On CUDA with `operations`
         only, and before the allocator's rounding; else all 0.
         """
-        return (
-            dict(zip(KINDS, self._storages.peak_by_kind, strict=True)) if self._storages else _NOTHING.copy()
-        )
+        return dict(zip(KINDS, self._storages.peak_by_kind, strict=True)) if self._storages else _NOTHING.copy()
 
     @property
     def reserved_bytes(self) -> int:
@@ -280,6 +281,7 @@ class Meter:
         if self._storages is not None:
             if old:
                 self._storages.settle(self._phase_births, LEAVES[old])
+            if old in ("forward", "backward"):  # the only ones that make parameters (ZeRO-3) and gradients
                 self._assign_known()
             self._phase_births = self._storages.births
             self._storages.phase = name
@@ -326,8 +328,10 @@ class Meter:
             self._switch("")
 
     def _kind_of_birth(self) -> int:
-        if not self._said and self.current_phase != "backward" and graph_task() >= 0 and self._places.outside:
-            self._switch("backward")
+        if not self._said and self._places.outside:
+            in_backward = graph_task() >= 0
+            if in_backward != (self.current_phase == "backward") and self.current_phase != "optimizer":
+                self._switch("backward" if in_backward else "")
         if self.current_phase == "loss" or (self.current_phase == "backward" and self._places.in_loss):
             return LOSS
         return TEMPORARY if self.current_phase else OTHER
@@ -364,9 +368,7 @@ class Meter:
             self._storages.take_off(storage)
 
     def _note_failure(self) -> None:
-        if self._storages is not None and self._storages.failed_origin is not None:
-            self._failed = self._storages.failed_origin
-        elif self._failed is None:
+        if self._failed is None:  # the innermost module notes it first
             reference, why = self._places.now()
             self._failed = ("", reference, why or self.current_phase)
 

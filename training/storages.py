@@ -18,8 +18,6 @@ from training.places import Places
 KINDS = ("parameters", "gradients", "optimizer", "activations", "loss", "temporary", "other")
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOSS, TEMPORARY, OTHER = range(len(KINDS))
 
-NO_KEY = 0  # of tensors without a storage
-
 Origin = tuple[Any, weakref.ref | None, str]  # operation, module or parameter, phase
 
 
@@ -65,9 +63,11 @@ class Storages(TorchDispatchMode):
         self._known = {torch.Tensor, torch.nn.Parameter, FakeTensor}  # types that have a storage of their own
 
     def close(self) -> None:
-        """Stop following; the totals stay."""
+        """Stop following; the totals stay, and nothing that refers back to self or to the meter."""
         self._records = {}
-        self._died = None  # it refers back to self
+        self._died = None
+        self._kind_of_birth = lambda: OTHER
+        self.after_operation = None
 
     # -- seeing tensors --------------------------------------------------------------------------------------
 
@@ -83,10 +83,13 @@ class Storages(TorchDispatchMode):
         if types and not self._known.issuperset(types):
             return NotImplemented  # a wrapper such as DTensor: let it run, and see the tensors inside it
         records = self._records
-        for arg in args:
-            # Unknown when made where no operation shows it: numpy, another thread, C++ before entry.
-            if isinstance(arg, torch.Tensor) and _key(arg) not in records:
-                self.see(arg, "memory from outside")
+        try:
+            for arg in args:
+                # Unknown when made where no operation shows it: numpy, another thread, C++ before entry.
+                if isinstance(arg, torch.Tensor) and arg.untyped_storage()._cdata not in records:
+                    self.see(arg, "memory from outside")
+        except NotImplementedError:  # a sparse tensor has no storage
+            pass
         out = func(*args, **kwargs) if kwargs else func(*args)
         if isinstance(out, torch.Tensor):
             self.see(out, func)
@@ -101,16 +104,19 @@ class Storages(TorchDispatchMode):
 
         Raises torch.OutOfMemoryError, leaving the books as they are, when the budget has no room for it.
         """
-        key = _key(tensor)
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:
+            return
+        key = storage._cdata
         record = self._records.get(key)
         if record is not None:
-            nbytes = tensor.untyped_storage().nbytes()
+            nbytes = storage.nbytes()
             if nbytes != record.nbytes:
                 self._resize(record, nbytes, origin)
             return
-        if key == NO_KEY or not self._is_ours(tensor):
+        if not self._is_ours(tensor):
             return
-        storage = tensor.untyped_storage()
         if host.allocating():
             host.register(storage)
         if host.is_host(storage):
@@ -197,7 +203,7 @@ class Storages(TorchDispatchMode):
 
     def assign(self, tensor: torch.Tensor, kind: int, only_other: bool = False) -> None:
         """Say what a tensor's storage is for (only if nothing is known of it yet, with `only_other`)."""
-        record = self._records.get(_key(tensor))
+        record = self._records.get(tensor.untyped_storage()._cdata)
         if record is not None and record.kind != kind and (not only_other or record.kind == OTHER):
             self._move(record, kind)
 
@@ -216,13 +222,6 @@ class Storages(TorchDispatchMode):
         if record.birth <= self._peak_birth:  # it was alive at the peak: alive now, and made before
             self.peak_by_kind[old] -= record.nbytes
             self.peak_by_kind[kind] += record.nbytes
-
-
-def _key(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.untyped_storage()._cdata
-    except NotImplementedError:  # sparse tensors have none
-        return NO_KEY
 
 
 @contextlib.contextmanager
