@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
+import io
 import json
 import logging
 import math
 import os
 import warnings
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -86,6 +88,9 @@ def merged_config(recipe: Recipe, world_size: int, parameters: int) -> dict[str,
         "steps_per_print": None,
     }
     if zero.get("stage", 0) > 0:
+        if recipe.precision == "bf16" and config["gradient_accumulation_steps"] > 1:
+            # A sum of many bf16 gradients in bf16 would stop growing. Stage 0 has no such choice.
+            config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
         for key in ("reduce_bucket_size", "allgather_bucket_size"):
             zero[key] = min(int(zero.get(key, 5e8)), _even(parameters))
     return config
@@ -111,6 +116,18 @@ def import_deepspeed() -> Any:
     return deepspeed
 
 
+def _check_zero_keys(recipe: Recipe, zero: dict[str, Any]) -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    fields = DeepSpeedZeroConfig.model_fields
+    known = {*fields, *(field.alias for field in fields.values() if field.alias)}
+    for key in zero:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise recipe.error("engine.deepspeed_config", f"zero_optimization has the unknown key {key!r}{hint}")
+
+
 class DeepSpeedEngine(Engine):
     """ZeRO around torch's fused AdamW; DeepSpeed averages, clips and partitions."""
 
@@ -123,9 +140,11 @@ class DeepSpeedEngine(Engine):
         self.stage = zero.get("stage", 0)
         self.offloaded = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
         deepspeed = import_deepspeed()
+        _check_zero_keys(recipe, zero)
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
         self.adamw = make_adamw(recipe, parameter_groups(model.parameters(), recipe.optimizer.weight_decay))
-        self.engine, *_ = deepspeed.initialize(model=model, optimizer=self.adamw, config=config)
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints what memory there is, again and again
+            self.engine, *_ = deepspeed.initialize(model=model, optimizer=self.adamw, config=config)
         if self.stage == 0 and world.size == 1:
             self.engine.enable_backward_allreduce = False  # it would copy all gradients to tell them to nobody
         self.zero = self.engine.optimizer
@@ -133,7 +152,7 @@ class DeepSpeedEngine(Engine):
         self.masters: list[torch.Tensor] = getattr(self.zero, "fp32_partitioned_groups_flat", None) or [
             p for group in self.adamw.param_groups for p in group["params"]
         ]
-        with host.allocation() if self.offloaded else nullcontext():
+        with host.allocation() if self.offloaded else contextlib.nullcontext():
             create_state(self.adamw, self.masters)
         if self.offloaded:
             for master in self.masters:

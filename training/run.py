@@ -220,8 +220,14 @@ class Stopper:
 
     def __init__(self) -> None:
         self.signal = 0
-        signal.signal(signal.SIGTERM, self._wish)
-        signal.signal(signal.SIGINT, self._wish)
+
+    def __enter__(self) -> Stopper:
+        self._before = {n: signal.signal(n, self._wish) for n in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _wish(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.signal == signal.SIGINT:
@@ -231,7 +237,7 @@ class Stopper:
 
 def end_with_launcher() -> None:
     """Ask Linux to send SIGTERM when the launcher dies, so that no rank trains on without it."""
-    if "RANK" in os.environ and sys.platform == "linux":
+    if "MASTER_ADDR" in os.environ and sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
