@@ -306,9 +306,7 @@ def test_a_file_that_is_not_text_is_an_error(tmp_path):
     assert "x.yaml" in error(tmp_path / "x.yaml")
 
 
-@pytest.mark.parametrize(
-    "text", ["a: !!python/object/apply:os.getcwd []", "a: &x [*x]", "? [a]\n: 1", "<<: {a: 1}"]
-)
+@pytest.mark.parametrize("text", ["a: !!python/object/apply:os.getcwd []", "a: &x [*x]", "? [a]\n: 1", "<<: {a: 1}"])
 def test_a_strange_document_is_an_error_and_runs_nothing(tmp_path, text):
     (tmp_path / "x.yaml").write_text(text)
     assert "x.yaml" in error(tmp_path / "x.yaml")

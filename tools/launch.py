@@ -62,15 +62,11 @@ def _free_port() -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", metavar="RECIPE", help="a name in recipes/ or a path")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="recipe settings to change")
     parser.add_argument("--run-dir", metavar="DIR", help="folder of the run; default runs/<recipe name>")
-    parser.add_argument(
-        "--processes", metavar="N", type=int, help="ranks; default one per GPU, or one on CPU"
-    )
+    parser.add_argument("--processes", metavar="N", type=int, help="ranks; default one per GPU, or one on CPU")
     given = parser.parse_intermixed_args(arguments)
     gpus = devices()
     processes = given.processes if given.processes is not None else len(gpus) or 1

@@ -65,9 +65,7 @@ def _find(path: str | Path) -> Path:
         return file
     known = names()
     hint = _did_you_mean(file.stem, known)
-    raise RecipeError(
-        f"recipe {text}: there is no {_short(file)}{hint or ';'} shipped recipes: {' '.join(known)}"
-    )
+    raise RecipeError(f"recipe {text}: there is no {_short(file)}{hint or ';'} shipped recipes: {' '.join(known)}")
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -120,9 +118,7 @@ def _check_files(recipe: Recipe) -> None:
         raise recipe.error("recompute.plan", "there is no such file; name an existing plan, or write a mode")
 
 
-def _explain(
-    error: ValidationError, raw: dict[str, Any], overridden: dict[str, str], file: Path
-) -> Iterator[str]:
+def _explain(error: ValidationError, raw: dict[str, Any], overridden: dict[str, str], file: Path) -> Iterator[str]:
     """pydantic's errors, each as `where: key = value: what is wrong and what to write`."""
     explained: list[str] = []
     for problem in error.errors():  # a list's entries come before the list that they make too short

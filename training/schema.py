@@ -207,9 +207,7 @@ class Recipe(Section):
         """
         fields = self.model.model_dump()
         if self.data.tokenizer and not tokenizer_vocab_size and not self.model.vocab_size:
-            raise self.error(
-                "model.vocab_size", "is in data.tokenizer, which is not read here; write a number"
-            )
+            raise self.error("model.vocab_size", "is in data.tokenizer, which is not read here; write a number")
         ids = tokenizer_vocab_size or self.data.tokenizer_vocab_size
         fields["vocab_size"] = fields["vocab_size"] or ids
         if tokenizer_vocab_size and fields["vocab_size"] < ids:

@@ -14,9 +14,7 @@ UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6, "KiB": 2**10, "KB
 class Section(BaseModel):
     """Base of everything in a recipe: no conversions, no unknown keys, no changes."""
 
-    model_config = ConfigDict(
-        strict=True, frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()
-    )
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
 class Plan(Section):
@@ -79,9 +77,7 @@ def _as_tuple(value: object) -> object:
 Size = Annotated[str, BeforeValidator(_size), "size such as 24GiB"]
 Tile = Annotated[int | str | None, BeforeValidator(_tile), "whole number | auto | null"]
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
-ModeNames = Annotated[
-    tuple[Annotated[str, AfterValidator(_mode)], ...], BeforeValidator(_as_tuple), "list of modes"
-]
+ModeNames = Annotated[tuple[Annotated[str, AfterValidator(_mode)], ...], BeforeValidator(_as_tuple), "list of modes"]
 Recompute = Annotated[
     str | tuple[str, ...] | Plan, BeforeValidator(_recompute), "mode | list of modes | {plan: FILE} | auto"
 ]
