@@ -33,7 +33,7 @@ def main() -> int:
         return 130
     info = dataset.info
     documents = f"{info['documents']:,} documents, {info['validation_documents']:,} of them for validation"
-    tokens = f"{info['tokens']:,} tokens of {dataset.vocab_size:,} ids, {info['text_bytes'] / 1e6:.1f} MB of text"
+    tokens = f"{info['tokens']:,} tokens of {dataset.vocab_size:,} ids ({info['text_bytes'] / 1e6:.1f} MB)"
     print(f"Data: {dataset.folder}")
     print(f"  {documents}; {tokens}; unigram entropy {dataset.unigram_entropy():.3f} nats per token")
     return 0

@@ -20,7 +20,7 @@ import numpy as np
 from training.dataset import FORMAT, Dataset, Split, Stream, write
 from training.schema import ROOT, Data
 from training.sources import DataError, SourceFile, find, sample
-from training.tokenise import tokenise
+from training.tokenise import Tokenised, tokenise
 from training.tokenizer import Tokenizer, train
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Batches", "DataError", "Dataset", "prepare"]
 
 SAMPLE = 8 << 20  # characters a tokenizer is trained on
+COUNTED = 1 << 20  # tokens counted at a time
 
 
 def prepare(data: Data, show: bool = False) -> Path:
@@ -222,7 +223,7 @@ def _fill(
     if show:
         mb, took_s = done.text_bytes / 1e6, time.monotonic() - began
         print(f"Tokenised {mb:.1f} MB of text in {took_s:.1f} s: {mb / took_s:.1f} MB/s", file=sys.stderr)
-    validation = _validation(done.digests, data)
+    validation = _validation(done, data)
     info = {
         **FORMAT,
         "key": key,
@@ -243,22 +244,27 @@ def _fill(
     write(work / "counts.npy", _counts(Dataset(work)))
 
 
-def _validation(digests: np.ndarray, data: Data) -> np.ndarray:
+def _validation(done: Tokenised, data: Data) -> np.ndarray:
     """Which documents are for validation, bool [documents]: those whose hash is below the fraction of 2**64.
 
-    Equal documents stay together, new documents do not move those already there, and neither side is empty.
+    Equal documents stay together, and new ones do not move those already there. Neither side is empty: the
+    longest document is for training, and if no other is chosen, the one nearest to the fraction in length is.
     """
     sources = " ".join(data.sources)
-    if not len(digests):
+    if not len(done.ends):
         raise DataError(f"data.sources: {sources}: no document holds any text")
-    low, high = digests.min(), digests.max()
-    if low == high:
+    lengths = np.diff(done.ends, prepend=0)
+    others = done.digests != done.digests[np.argmax(lengths)]
+    if not others.any():
         raise DataError(
             f"data.sources: {sources}: one document (or copies of one) cannot be split into training and"
             " validation; give two files, or a .jsonl with a record for each document"
         )
-    chosen = digests < np.uint64(data.validation_fraction * 2**64)
-    return (chosen | (digests == low)) & (digests != high)
+    chosen = others & (done.digests < np.uint64(data.validation_fraction * 2**64))
+    if not chosen.any():
+        misses = np.abs(lengths - data.validation_fraction * done.ends[-1])
+        chosen = done.digests == done.digests[np.argmin(np.where(others, misses, np.inf))]
+    return chosen
 
 
 def _counts(dataset: Dataset) -> np.ndarray:
@@ -266,8 +272,8 @@ def _counts(dataset: Dataset) -> np.ndarray:
     splits: tuple[Split, Split] = ("train", "validation")
     for row, split in zip(counts, splits, strict=True):
         stream = Stream(dataset, dataset.documents(split))
-        for start in range(0, len(stream), 1 << 22):
-            row += np.bincount(stream.read(start, 1 << 22), minlength=dataset.vocab_size)
+        for start in range(0, len(stream), COUNTED):
+            row += np.bincount(stream.read(start, COUNTED), minlength=dataset.vocab_size)
     return counts
 
 

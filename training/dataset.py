@@ -85,7 +85,7 @@ class Dataset:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
         except FileNotFoundError:
             raise self._damaged(name, "is missing") from None
-        except (OSError, ValueError, OverflowError, SyntaxError) as error:
+        except (OSError, ValueError, OverflowError, SyntaxError, EOFError) as error:
             raise self._damaged(name, f"cannot be mapped: {error}") from None
         if not isinstance(array, np.ndarray) or (array.dtype, array.shape) != (dtype, shape):
             raise self._damaged(name, f"is not {dtype} {list(shape)}")

@@ -154,7 +154,7 @@ def _encoded(
     with ProcessPoolExecutor(workers, spawn, _start, (tokenizer.model, tokenizer.name)) as pool:
         try:
             for block in blocks:
-                waiting.append((block, pool.submit(_encode, block)))
+                waiting.append((block, _submit(pool, block)))
                 if len(waiting) > 2 * workers:
                     block, future = waiting.popleft()
                     yield block, *future.result()
@@ -168,13 +168,21 @@ def _encoded(
             pool.shutdown(cancel_futures=True)
 
 
+def _submit(pool: ProcessPoolExecutor, block: list[Piece]) -> Future[tuple[bytes, list[int]]]:
+    """Ctrl-C is this process's to handle: the ones that a task may start inherit that it is blocked."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return pool.submit(_encode, block)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 _worker_tokenizer: Tokenizer | None = None  # of a tokenising process
 
 
 def _start(model: bytes, name: str) -> None:
     global _worker_tokenizer
     _worker_tokenizer = Tokenizer(model, name)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     threading.Thread(target=_leave_with_parent, daemon=True).start()
 
 

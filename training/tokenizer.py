@@ -2,13 +2,14 @@
 
 sentencepiece alone is not: it writes a space as U+2581, so that a real U+2581 comes back as a space, and a
 model may rewrite, add or drop characters. Here U+2581 and NUL go through their UTF-8 bytes, a model's own
-normalisation is switched off, and every word is checked when it is first met: a loss is an error, never silent.
+normalisation is switched off, and every word is checked when it is first met: a loss is an error.
 """
 
 from __future__ import annotations
 
 import io
 import re
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -18,12 +19,12 @@ import sentencepiece
 from training.sources import DataError
 
 _SPACE = "\u2581"  # how sentencepiece writes " " inside a piece
-_ODD = re.compile(f"([\0{_SPACE}])")  # characters it cannot hold: these go through their UTF-8 bytes
+_ODD = re.compile(f"([\0{_SPACE}]+)")  # characters it cannot hold: these go through their UTF-8 bytes
 # A word is some spaces and what follows up to the next one. No piece of a model trained here reaches from one
 # word into the next, so words are encoded apart and remembered: their ids are those of the whole text.
 _WORD = re.compile(" *[^ ]+| +")
 _LONGEST_WORD = 1 << 14  # characters; sentencepiece slows down on longer ones
-_REMEMBERED = 1 << 23  # characters of words that are remembered
+_REMEMBERED = 1 << 20  # characters of words that are remembered
 # A protobuf message followed by another is the two merged, the later value counting. This one says
 # normalizer_spec { name: "identity" precompiled_charsmap: "" add_dummy_prefix: false
 #                   remove_extra_whitespaces: false escape_whitespaces: true }
@@ -42,12 +43,15 @@ class Tokenizer:
         self.model = model.removesuffix(_KEEP_TEXT) + _KEEP_TEXT
         try:
             sentencepiece.SentencePieceProcessor(model_proto=model or b"empty")  # before anything is added
-            pieces = self._pieces = sentencepiece.SentencePieceProcessor(model_proto=self.model)
+            # One thread: parallel work is over processes.
+            pieces = sentencepiece.SentencePieceProcessor(model_proto=self.model, num_threads=1)
         except RuntimeError:
             raise DataError(f"{name}: not a whole sentencepiece .model file") from None
+        self._pieces = pieces
         self.vocab_size: int = pieces.vocab_size()
         self.eod: int = pieces.eos_id()
         self.dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
+        self._code = self.dtype.char
         if self.eod < 0:
             raise DataError(f"{name}: has no end-of-sequence id; train it with an eos_id, or give another")
         self._bytes = [self._bytes_of(id) for id in range(self.vocab_size)]  # what an id stands for
@@ -94,14 +98,14 @@ class Tokenizer:
 
     def _learn(self, words: list[str]) -> None:
         plain = [word for word in words if len(word) <= _LONGEST_WORD and not _ODD.search(word)]
-        encoded = dict(zip(plain, self._pieces.encode(plain), strict=True))
-        for word in words:
-            ids = encoded[word] if word in encoded else self._encode_odd(word)
+        odd = [word for word in words if len(word) > _LONGEST_WORD or _ODD.search(word)]
+        encoded = self._pieces.encode(plain) + [self._encode_odd(word) for word in odd]
+        for word, ids in zip(plain + odd, encoded, strict=True):
             if self._spell(ids) != word.encode():
                 lost = f"turns {word[:40]!r} into {self.decode(ids)[:40]!r}"
                 raise DataError(f"{self.name}: {lost}; give another .model")
-            self._ids[word] = np.array(ids, self.dtype).tobytes()
-            self._remembered += len(word)
+            self._ids[word] = array(self._code, ids).tobytes()
+        self._remembered += sum(map(len, words))
 
     def _encode_odd(self, word: str) -> list[int]:
         """Ids of a word that is very long or holds characters which go through their bytes."""
@@ -131,7 +135,7 @@ class Tokenizer:
         return limit
 
     def _spell(self, ids: list[int]) -> bytes:
-        return b"".join([self._bytes[id] for id in ids])
+        return b"".join(map(self._bytes.__getitem__, ids))
 
     def _bytes_of(self, id: int) -> bytes:
         piece = self._pieces.id_to_piece(id)
