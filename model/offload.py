@@ -6,39 +6,52 @@ views of it are saved. On CUDA copies run on streams of their own from and to pi
 copies into a host pool that the meter counts apart, so that its order, bytes and gradients can be tested anywhere.
 """
 
+import contextlib
+import mmap
 import sys
 import warnings
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from model import host
-from model.region import Handle, StorageWeakRef, autocast_state, second_run, storage_key
+from model.region import Handle, StorageWeakRef, check_unchanged, storage_key
+from model.replay import Activity
 
 MIN_BYTES = 16 * 1024  # below, starting a copy costs more than it frees
 
 
-class Buffer:
-    """A slab of host memory, pinned when the device is CUDA and the system allows it."""
+class Slab:
+    """Host memory for one storage, pinned when the device is CUDA and the system allows it.
 
-    pinning_failed = False
+    Raises HostOutOfMemoryError when the machine, or a meter's budget, has no room for it.
+    """
+
+    warned = False
 
     def __init__(self, nbytes: int, pin: bool) -> None:
-        self.bytes = host.empty(nbytes, torch.uint8)
-        self.read: torch.cuda.Event | None = None  # when the last copy out of this slab to the device is done
-        self.pinned = pin and self._pin()
+        self.pinned = False
+        self.last_copy: torch.cuda.Event | None = None  # into or out of this slab
+        # Pages are pinned whole and once, so a pinned slab shares none of its pages with another.
+        page = mmap.PAGESIZE
+        memory = host.empty(-(-nbytes // page) * page + page if pin else nbytes, torch.uint8)
+        self.allocated_bytes = memory.nbytes
+        start = -memory.data_ptr() % page if pin else 0
+        self.bytes = memory[start : start + nbytes]
+        if pin:
+            self.pinned = self._pin()
 
     def _pin(self) -> bool:
         # Registered by hand: torch's pinned allocator rounds every size up to a power of two.
         try:
-            error = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.bytes.numel(), 0)
-            torch.cuda.check_error(error)
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.bytes.nbytes, 0))
             return True
         except RuntimeError as error:
-            if not Buffer.pinning_failed:
-                Buffer.pinning_failed = True
+            with contextlib.suppress(RuntimeError):
+                torch.ones(1, device="cuda")  # a kernel, which takes the blame: CUDA keeps its last error until asked
+            if not Slab.warned:
+                Slab.warned = True
                 warnings.warn(
                     f"host memory cannot be pinned ({error}): offload copies through pageable memory, which is slower "
                     "and does not overlap; raise `ulimit -l`",
@@ -47,7 +60,9 @@ class Buffer:
             return False
 
     def __del__(self) -> None:
-        if getattr(self, "pinned", False) and not sys.is_finalizing():
+        if self.pinned and not sys.is_finalizing():
+            if self.last_copy is not None:
+                self.last_copy.synchronize()
             torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
 
 
@@ -56,110 +71,116 @@ class HostPool:
 
     def __init__(self, budget_bytes: int | None) -> None:
         self.budget_bytes = budget_bytes
-        self.total_bytes = 0
-        self.free: dict[int, list[Buffer]] = {}
+        self.total_bytes = 0  # free or in use
+        self.free: dict[int, list[Slab]] = {}
+        self.shape: torch.Size | None = None
         self.streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
 
-    def take(self, nbytes: int, pin: bool) -> Buffer:
+    def begin(self, shape: torch.Size) -> None:
+        """A forward pass over activations of this shape: free slabs of another shape's sizes go."""
+        if shape != self.shape:
+            self._drop_free()
+        self.shape = shape
+
+    def take(self, nbytes: int, pin: bool) -> Slab:
         """A slab of `nbytes`. Raises HostOutOfMemoryError when the budget or the machine has no room for it."""
         if slabs := self.free.get(nbytes):
             return slabs.pop()
-        if self.budget_bytes is not None and self.total_bytes + nbytes > self.budget_bytes:
+        budget = self.budget_bytes
+        if budget is not None and self.total_bytes + nbytes > budget:
             self._drop_free()
-            if self.total_bytes + nbytes > self.budget_bytes:
+            if self.total_bytes + nbytes > budget:
                 raise host.HostOutOfMemoryError(
-                    f"offload asked for {nbytes} bytes of host memory with {self.total_bytes} of its "
-                    f"{self.budget_bytes} bytes in use; raise host_budget, shorten seq_length or use a mode that "
-                    "keeps less"
+                    f"offload asked for {nbytes} bytes of host memory with {self.total_bytes} of its {budget} bytes in "
+                    "use; raise host_budget, shorten seq_length or use a mode that keeps less"
                 )
-        buffer = Buffer(nbytes, pin)
-        self.total_bytes += nbytes
-        return buffer
+        slab = Slab(nbytes, pin)
+        self.total_bytes += slab.allocated_bytes
+        return slab
 
-    def give(self, buffer: Buffer) -> None:
-        self.free.setdefault(buffer.bytes.numel(), []).append(buffer)
+    def give(self, slab: Slab) -> None:
+        self.free.setdefault(slab.bytes.nbytes, []).append(slab)
 
     def _drop_free(self) -> None:
-        self.total_bytes -= sum(size * len(slabs) for size, slabs in self.free.items())
+        self.total_bytes -= sum(slab.allocated_bytes for slabs in self.free.values() for slab in slabs)
         self.free.clear()
 
     def copy_streams(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+        """The streams for copies out of and into the device."""
         if device not in self.streams:
             self.streams[device] = (torch.cuda.Stream(device), torch.cuda.Stream(device))
         return self.streams[device]
 
 
 class Moved:
-    """One storage in host memory. `resident` is its copy on the device, while there is one."""
+    """One storage, in host memory or on its way.
+
+    resident: its bytes on the device, while they are there. version: of the saved tensor, as long as `resident` is
+    that tensor and not a copy fetched from the host.
+    """
 
     def __init__(self, transfers: "Transfers", tensor: torch.Tensor) -> None:
         self.transfers, self.group = transfers, transfers.group
-        self.version = tensor._version
+        self.device, self.dtype = tensor.device, tensor.dtype
         count = tensor.untyped_storage().nbytes() // tensor.element_size()
         self.resident: torch.Tensor | None = tensor.detach().as_strided((count,), (1,), 0)
-        self.buffer: Buffer | None = None
-        self.copied: torch.cuda.Event | None = None  # the copy in flight, out or in
+        self.version: int | None = tensor._version
+        self.slab: Slab | None = None
 
     def copy_out(self) -> None:
         assert self.resident is not None
-        transfers = self.transfers
-        self.device, self.dtype = self.resident.device, self.resident.dtype
-        self.buffer = transfers.pool.take(self.resident.nbytes, pin=transfers.cuda)
-        self.on_host = self.buffer.bytes.view(self.dtype)
-        if not transfers.cuda:
-            self.on_host.copy_(self.resident)
-            return
-        stream = transfers.pool.copy_streams(self.device)[0]
-        stream.wait_stream(torch.cuda.current_stream(self.device))  # what computes it
-        if self.buffer.read is not None:
-            stream.wait_event(self.buffer.read)
-        with torch.cuda.stream(stream):
-            self.on_host.copy_(self.resident, non_blocking=True)
-            self.copied = stream.record_event()
+        self.slab = self.transfers.pool.take(self.resident.nbytes, pin=self.device.type == "cuda")
+        self._copy(self.slab, self.slab.bytes.view(self.dtype), self.resident, direction=0)
 
     def release(self) -> None:
         """Lets the device memory go; what is computed from here on may reuse it once the copy is done."""
         assert self.resident is not None
-        if self.resident._version != self.version:
-            raise RuntimeError(
-                f"a tensor of {self.resident.nbytes} bytes that backward needs was modified in place while it was "
-                "copied to host memory; change a clone instead"
-            )
-        if self.copied is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.copied)
-        self.resident = None
+        self._wait_for_copy()
+        if self.resident._version == self.version:  # else the copy may hold either value: `load` will complain
+            self.resident = self.version = None
 
     def copy_in(self) -> None:
-        if self.resident is not None:
-            return
-        assert self.buffer is not None
-        self.resident = torch.empty(len(self.on_host), dtype=self.dtype, device=self.device)
-        if not self.transfers.cuda:
-            self.resident.copy_(self.on_host)
-            return
-        stream = self.transfers.pool.copy_streams(self.device)[1]
-        stream.wait_stream(torch.cuda.current_stream(self.device))  # whoever had this device memory before
-        if self.copied is not None:
-            stream.wait_event(self.copied)
-        with torch.cuda.stream(stream):
-            self.resident.copy_(self.on_host, non_blocking=True)
-            self.copied = self.buffer.read = stream.record_event()
+        if self.resident is None:
+            assert self.slab is not None
+            source = self.slab.bytes.view(self.dtype)
+            self.resident = torch.empty(len(source), dtype=self.dtype, device=self.device)
+            self._copy(self.slab, self.resident, source, direction=1)
 
     def load(self) -> torch.Tensor:
         """The storage on the device, as a flat tensor."""
         self.transfers.arrive(self.group)
         self.copy_in()
         assert self.resident is not None
-        if self.buffer is not None and self.copied is not None:
-            torch.cuda.current_stream(self.device).wait_event(self.copied)
+        if self.version is not None:
+            check_unchanged(self.resident, self.version)
+        self._wait_for_copy()
         return self.resident
 
-    def __del__(self) -> None:
-        if self.buffer is None or sys.is_finalizing():
+    def _copy(self, slab: Slab, target: torch.Tensor, source: torch.Tensor, direction: int) -> None:
+        if self.device.type != "cuda":
+            target.copy_(source)
             return
-        if self.copied is not None and self.resident is not None:  # fetched, but never asked for
-            torch.cuda.current_stream(self.device).wait_event(self.copied)
-        self.transfers.pool.give(self.buffer)
+        stream = self.transfers.pool.copy_streams(self.device)[direction]
+        # Out: the kernel that computes the source. In: whoever used the target's memory before.
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        # Out: the slab's last reader. In: the copy out.
+        if slab.last_copy is not None:
+            stream.wait_event(slab.last_copy)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            slab.last_copy = stream.record_event()
+
+    def _wait_for_copy(self) -> None:
+        """What the current stream does from here on comes after the last copy."""
+        if self.slab is not None and self.slab.last_copy is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.slab.last_copy)
+
+    def __del__(self) -> None:
+        if self.slab is None or sys.is_finalizing():
+            return
+        if self.resident is not None:  # its memory is given back: it may have been fetched, and never asked for
+            self._wait_for_copy()
+        self.transfers.pool.give(self.slab)
 
 
 class MovedView(Handle):
@@ -182,9 +203,10 @@ class Transfers:
     """
 
     def __init__(
-        self, pool: HostPool, x: torch.Tensor, fixed: Sequence[torch.Tensor], groups: int, activity: Any
+        self, pool: HostPool, x: torch.Tensor, fixed: Sequence[torch.Tensor], groups: int, activity: Activity
     ) -> None:
-        self.pool, self.cuda, self.activity = pool, x.is_cuda, activity
+        pool.begin(x.shape)
+        self.pool, self.activity = pool, activity
         self.fixed = {storage_key(tensor) for tensor in fixed}
         self.last = groups - 1
         self.group, self.moving = -1, False
@@ -193,16 +215,21 @@ class Transfers:
         self.by_group: dict[int, list[weakref.ref[Moved]]] = {}
         self.arrived: set[int] = set()
 
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around the layers: at the end all copies must be done before what follows takes the memory."""
+        try:
+            yield
+            self._release(before=self.last + 1)
+        finally:
+            self.moving = False
+            self.in_flight.clear()  # they refer to these transfers
+            self.saved.clear()
+
     def begin(self, group: int, moving: bool) -> None:
         """The next group starts: copies of the one before it go on, those of earlier ones must be done by now."""
         self.group, self.moving = group, moving
         self._release(before=group - 1)
-
-    def finish(self) -> None:
-        """Forward is over: all copies must be done before what follows takes the memory."""
-        self.moving = False
-        self._release(before=self.last + 1)
-        self.saved.clear()
 
     def _release(self, before: int) -> None:
         while self.in_flight and self.in_flight[0].group < before:
@@ -217,12 +244,12 @@ class Transfers:
         moved = reference() if reference else None
         if moved is None:
             moved = Moved(self, tensor)
-            self.saved[key] = weakref.ref(moved)
-            self.by_group.setdefault(self.group, []).append(weakref.ref(moved))
             if self.group != self.last:
                 moved.copy_out()
                 self.in_flight.append(moved)
                 self.activity.offloaded_bytes += nbytes
+            self.saved[key] = weakref.ref(moved)
+            self.by_group.setdefault(self.group, []).append(weakref.ref(moved))
         return MovedView(moved, tensor)
 
     def arrive(self, group: int) -> None:
@@ -232,31 +259,6 @@ class Transfers:
         self.arrived.add(group)
         earlier = [other for other in self.by_group if other < group]
         for wanted in (group, max(earlier, default=None)):
-            for reference in self.by_group.get(wanted, ()):  # type: ignore[arg-type]
+            for reference in reversed(self.by_group.get(wanted, ())):  # type: ignore[arg-type]
                 if (moved := reference()) is not None:
                     moved.copy_in()
-
-
-def deepspeed_checkpoint(function: Any, x: torch.Tensor, activity: Any) -> torch.Tensor:
-    """Runs `function(x)` under DeepSpeed's activation checkpointing, which moves x to host memory.
-
-    Raises RuntimeError when DeepSpeed's switches, which belong to the process, were set otherwise.
-    """
-    from deepspeed.runtime.activation_checkpointing import checkpointing as ds
-
-    if not ds.CPU_CHECKPOINT:
-        # On CPU, cpu_checkpointing alone aliases its argument and then empties it; partitioning makes it copy.
-        ds.configure(None, partition_activations=not x.is_cuda, checkpoint_in_cpu=True)
-    autocast = autocast_state(x.device.type)  # DeepSpeed does not replay it
-    first = True
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        nonlocal first
-        if first:
-            first = False
-            return function(x)
-        with second_run(activity), autocast():
-            return function(x)
-
-    activity.offloaded_bytes += x.nbytes
-    return ds.non_reentrant_checkpoint(run, x)

@@ -11,37 +11,25 @@ tables below and the loop over the layers. Parameters, their names and `state_di
     full+attention             layer input, attention output            everything but attention and the last GEMM
     ...+offload                the same, in host memory                 the same
 
-How a thing is forgotten and brought back: model/region.py. How it is moved: model/offload.py.
+The forwards that are put in place: model/layer_loop.py. How a thing is forgotten and brought back: model/region.py.
+How it is moved: model/offload.py.
 """
 
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any
 
-import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
+from model import layer_loop
 from model.gpt import GPT, Block
+from model.layer_loop import Group
 from model.modes import NAMED, Mode, parse, parse_layers
-from model.offload import HostPool, Transfers, deepspeed_checkpoint
-from model.region import (
-    Function,
-    OuterHooks,
-    Region,
-    StorageWeakRef,
-    current_region,
-    is_parameter,
-    is_recomputing,
-    second_run,
-    storage_key,
-)
+from model.offload import HostPool
+from model.replay import Activity, is_recomputing
 
 __all__ = ["MODES", "Activity", "Mode", "activity", "apply", "is_recomputing", "require_active"]
 
@@ -62,22 +50,6 @@ KEPT = {
 }
 
 
-@dataclass
-class Activity:
-    """What a model's mode has done since it was applied."""
-
-    recomputed: int = 0  # second runs, of a module or of a group of layers
-    offloaded_bytes: int = 0  # copied to host memory
-
-
-@dataclass(frozen=True)
-class Group:
-    """Consecutive layers under one mode; under `full` they are forgotten and recomputed together."""
-
-    layers: tuple[Block, ...]
-    mode: Mode
-
-
 def apply(model: GPT, mode: str | Mode | Sequence[str | Mode], host_budget_bytes: int | None = None) -> Activity:
     """Switches `model`, in place, to one mode for all layers or to a list with one for each.
 
@@ -90,10 +62,10 @@ def apply(model: GPT, mode: str | Mode | Sequence[str | Mode], host_budget_bytes
     if undo is not None:
         undo.undo()
     applied = _Applied()
-    model.__dict__["_recompute"] = applied
     if all(one == Mode() for one in modes):
         return applied.activity
 
+    model.__dict__["_recompute"] = applied
     layers: list[Block] = list(model.layers)  # type: ignore[arg-type]
     for layer, one in zip(layers, modes):
         _switch(layer, one, applied, _is_stochastic(model))
@@ -101,7 +73,8 @@ def apply(model: GPT, mode: str | Mode | Sequence[str | Mode], host_budget_bytes
     for reason in sorted(set(_reasons_to_warn(model, groups))):
         warnings.warn(reason, stacklevel=2)
     pool = HostPool(host_budget_bytes) if any(one.offload == "async" for one in modes) else None
-    applied.exchange(model, "run_layers", partial(_run_layers, groups, pool, applied.activity, _is_stochastic(model)))
+    arguments = (groups, pool, applied.activity, _is_stochastic(model))
+    applied.exchange(model, "run_layers", partial(layer_loop.run_layers, *arguments))
     return applied.activity
 
 
@@ -139,7 +112,7 @@ def make_groups(layers: Sequence[Block], modes: Sequence[Mode]) -> list[Group]:
 def _group_sizes(mode: Mode, length: int) -> Iterator[tuple[int, Mode]]:
     if mode.grouping == "block":  # the first k layers, one by one; the others keep everything
         for i in range(length):
-            yield 1, mode if i < mode.group else Mode(offload=mode.offload)
+            yield 1, mode if i < mode.group else Mode(offload="async" if mode.offload == "async" else None)
         return
     size = math.ceil(math.sqrt(length)) if mode.grouping == "sqrt" else mode.group
     for start in range(0, length, size):
@@ -156,7 +129,8 @@ class _Applied:
         self.activity = Activity()
         self.previous: list[tuple[nn.Module, str, Any]] = []
 
-    def exchange(self, module: nn.Module, name: str, function: Function) -> None:
+    def exchange(self, module: nn.Module, name: str, function: partial) -> None:
+        # Partial objects, not closures: copy.deepcopy binds them to the copy.
         self.previous.append((module, name, module.__dict__.get(name)))
         module.__dict__[name] = function
 
@@ -169,18 +143,19 @@ class _Applied:
 
 
 def _switch(layer: Block, mode: Mode, applied: _Applied, stochastic: bool) -> None:
+    def exchange(paths: Sequence[str], function: Any, *arguments: Any) -> None:
+        for module in _modules(layer, paths):
+            applied.exchange(module, "forward", partial(function, module, module.forward, *arguments))
+
+    activity = applied.activity
     for name in mode.modules:
         if name == "core_attn" and layer.attention.core_attention.fused:
             continue  # a fused kernel keeps its inputs and its output; running it twice would buy nothing
-        for module in _modules(layer, INSIDE.get(name, ())):
-            applied.exchange(module, "forward", _recomputed(module, applied.activity, stochastic))
-        for module in _modules(layer, OUTPUT.get(name, ())):
-            applied.exchange(module, "forward", _output_recomputed(module, applied.activity))
-        for module in _modules(layer, CASTS.get(name, ())):
-            applied.exchange(module, "forward", _cast_recomputed(module))
+        exchange(INSIDE.get(name, ()), layer_loop.recomputed, stochastic, activity)
+        exchange(OUTPUT.get(name, ()), layer_loop.output_recomputed, activity)
+        exchange(CASTS.get(name, ()), layer_loop.cast_recomputed)
     for name in mode.keep:
-        for module in _modules(layer, KEPT[name]):
-            applied.exchange(module, "forward", _kept(module))
+        exchange(KEPT[name], layer_loop.kept)
 
 
 def _modules(layer: Block, paths: Sequence[str]) -> Iterator[nn.Module]:
@@ -189,155 +164,6 @@ def _modules(layer: Block, paths: Sequence[str]) -> Iterator[nn.Module]:
         module = getattr(layer.get_submodule(parent), name)
         if module is not None:  # an ungated MLP has no gate
             yield module
-
-
-def _recomputed(module: nn.Module, activity: Activity, stochastic: bool) -> Function:
-    """Keeps the arguments and the output of a module, and nothing of its inside."""
-    forward = module.forward
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return Region(forward, args, kwargs, stochastic, counted=activity).run()
-
-    return run
-
-
-def _output_recomputed(module: nn.Module, activity: Activity) -> Function:
-    """Keeps the arguments of a module; its output is forgotten by all who save it for backward."""
-    forward = module.forward
-
-    def run(*args: Any) -> Any:
-        region = current_region()
-        second = region is not None and region.again is module
-        if _Keeper.current is None or second or not torch.is_grad_enabled():
-            return forward(*args)
-        # Called again as a module, so that hooks that gather its sharded parameters run.
-        return _Keeper.current.run_forgetting(Region(forward, args, {}, False, again=module, counted=activity))
-
-    return run
-
-
-def _cast_recomputed(module: nn.Module) -> Function:
-    """Under autocast, casts the input of a GEMM before the GEMM would, so that the copy can be forgotten."""
-    forward = module.forward
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        device = x.device.type
-        if _Keeper.current is None or not torch.is_grad_enabled() or not torch.is_autocast_enabled(device):
-            return forward(x)
-        dtype = torch.get_autocast_dtype(device)
-        if x.dtype == dtype:
-            return forward(x)
-        return forward(_Keeper.current.run_forgetting(Region(_cast, (x, dtype), {}, False)))
-
-    return run
-
-
-def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return x.to(dtype)
-
-
-def _kept(module: nn.Module) -> Function:
-    forward = module.forward
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        region = current_region()
-        return forward(*args, **kwargs) if region is None else region.keep(forward, args, kwargs)
-
-    return run
-
-
-# The loop over the layers
-
-
-class _Keeper:
-    """Decides, for every tensor that autograd saves in the layers, which of the three fates it has."""
-
-    current: "_Keeper | None" = None
-
-    def __init__(self, transfers: Transfers | None) -> None:
-        self.outer = OuterHooks()
-        self.outputs: dict[StorageWeakRef, Region] = {}  # forgotten outputs of the layer being run
-        self.transfers = transfers
-
-    def pack(self, tensor: torch.Tensor) -> Any:
-        if is_parameter(tensor):
-            return self.outer.pack(tensor)
-        key = storage_key(tensor)
-        if region := self.outputs.get(key):
-            return region.output_slot(tensor)
-        if self.transfers and (moved := self.transfers.save(tensor, key)):
-            return moved
-        return self.outer.pack(tensor)
-
-    def unpack(self, packed: Any) -> torch.Tensor:
-        return self.outer.unpack(packed)
-
-    def run_forgetting(self, region: Region) -> torch.Tensor:
-        """Runs a region whose output is forgotten, too, by whoever saves it in this layer."""
-        output = region.run()
-        self.outputs[storage_key(output)] = region
-        return output
-
-    @contextmanager
-    def around_layers(self) -> Iterator[None]:
-        previous, _Keeper.current = _Keeper.current, self
-        try:
-            with saved_tensors_hooks(self.pack, self.unpack):
-                yield
-        finally:
-            _Keeper.current = previous
-            self.outputs.clear()  # a region refers to its keeper: without this, both would live for ever
-
-
-def _run_layers(
-    groups: Sequence[Group],
-    pool: HostPool | None,
-    activity: Activity,
-    stochastic: bool,
-    x: torch.Tensor,
-    rope: Any,
-) -> torch.Tensor:
-    """GPT.run_layers under a mode. x: [B, T, C]."""
-    if not torch.is_grad_enabled():
-        for group in groups:
-            x = _plain(group.layers, rope, x)
-        return x
-    transfers = Transfers(pool, x, rope or (), len(groups), activity) if pool else None
-    keeper = _Keeper(transfers)
-    with keeper.around_layers():
-        for index, group in enumerate(groups):
-            keeper.outputs.clear()
-            if transfers:
-                transfers.begin(index, group.mode.offload == "async")
-            x = _run_group(group, activity, stochastic, x, rope)
-    if transfers:
-        transfers.finish()
-    return x
-
-
-def _run_group(group: Group, activity: Activity, stochastic: bool, x: torch.Tensor, rope: Any) -> torch.Tensor:
-    run = partial(
-        _plain, group.layers, rope
-    )  # rope in a closure: as an argument, DeepSpeed would take it for an activation
-    if group.mode.recompute != "full":
-        return run(x)
-    if group.mode.offload == "deepspeed":
-        return deepspeed_checkpoint(run, x, activity)
-    if group.mode.keep:
-        return Region(run, (x,), {}, stochastic, counted=activity).run()
-    return checkpoint(run, x, use_reentrant=False, preserve_rng_state=stochastic, context_fn=partial(_count, activity))
-
-
-def _plain(layers: Sequence[Block], rope: Any, x: torch.Tensor) -> torch.Tensor:
-    for layer in layers:
-        x = layer(x, rope)
-    return x
-
-
-def _count(activity: Activity) -> tuple[Any, Any]:
-    return nullcontext(), second_run(activity)
 
 
 def _is_stochastic(model: GPT) -> bool:

@@ -18,13 +18,15 @@ recomputed for a slot lives exactly as long as the autograd node that saved it.
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from model.replay import Activity, RandomState, autocast_state, second_run
 
 Function = Callable[..., Any]
 
@@ -48,35 +50,72 @@ class Kept(Handle):
         self.tensor, self.version = tensor.detach(), tensor._version
 
     def get(self) -> torch.Tensor:
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                f"a tensor of shape {tuple(self.tensor.shape)} that backward needs was modified in place after it "
-                f"was saved (version {self.tensor._version}, saved at {self.version}); change a clone instead"
-            )
+        check_unchanged(self.tensor, self.version)
         return self.tensor
 
 
+class KeptView(Handle):
+    """A saved view of a parameter, taken again from the parameter itself.
+
+    A Linear saves its weight transposed. Held as it is, that view would keep a weight which ZeRO-3 gathered for
+    forward until backward.
+    """
+
+    __slots__ = ("offset", "parameter", "size", "stride", "version")
+
+    def __init__(self, view: torch.Tensor) -> None:
+        assert view._base is not None
+        self.parameter, self.version = view._base, view._version
+        self.size, self.stride = view.size(), view.stride()
+        self.offset = view.storage_offset() - view._base.storage_offset()
+
+    def get(self) -> torch.Tensor:
+        parameter = self.parameter.detach()
+        check_unchanged(parameter, self.version)
+        return parameter.as_strided(self.size, self.stride, parameter.storage_offset() + self.offset)
+
+
+def check_unchanged(tensor: torch.Tensor, version: int) -> None:
+    """Raises RuntimeError when `tensor` is no longer what it was when autograd saved it."""
+    if tensor._version != version:
+        raise RuntimeError(
+            f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified in place after it was saved "
+            f"(version {tensor._version}, saved at {version}); change a clone instead"
+        )
+
+
 class Slot(Handle):
-    """A saved tensor that is not kept; asking for it makes its region run again."""
+    """A saved tensor that is not kept; asking for it makes its region run again.
 
-    __slots__ = ("__weakref__", "dtype", "offset", "region", "size", "stride", "value")
+    view: `tensor` is a view of what the region will deliver (its output, the argument of a kept module).
+    """
 
-    def __init__(self, region: "Region", tensor: torch.Tensor) -> None:
-        self.region = region
-        self.size, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
-        self.dtype = tensor.dtype
-        self.value: torch.Tensor | None = None
+    __slots__ = ("__weakref__", "dtype", "region", "size", "value", "view")
+
+    def __init__(self, region: "Region", tensor: torch.Tensor, view: bool) -> None:
+        self.region, self.size, self.dtype = region, tensor.size(), tensor.dtype
+        self.view = (tensor.size(), tensor.stride(), tensor.storage_offset()) if view else None
+        self.value: Kept | None = None
 
     def fill(self, tensor: torch.Tensor) -> None:
-        if tensor.dtype != self.dtype:
-            raise RuntimeError(f"recompute gave {tensor.dtype} where forward saved {self.dtype}")
-        self.value = tensor.detach().as_strided(self.size, self.stride, self.offset)
+        value = tensor.detach()
+        if self.view is not None:
+            value = value.as_strided(*self.view)
+        if value.size() != self.size or value.dtype != self.dtype:
+            raise RuntimeError(
+                f"recompute gave {value.dtype} {tuple(value.size())} where forward saved {self.dtype} "
+                f"{tuple(self.size)}: {DIFFERENT}"
+            )
+        self.value = Kept(value)
 
     def get(self) -> torch.Tensor:
         if self.value is None:
             self.region.recompute()
         assert self.value is not None
-        return self.value
+        return self.value.get()
+
+
+DIFFERENT = "the recomputed code must do the same operations every time (no state, no side effects)"
 
 
 class OuterHooks:
@@ -99,13 +138,14 @@ class OuterHooks:
 
 def _keep(tensor: torch.Tensor) -> Any:
     # A parameter is saved as the object it is: ZeRO-3 and FSDP exchange its data between forward and backward.
-    return tensor if isinstance(tensor, torch.nn.Parameter) else Kept(tensor)
+    if isinstance(tensor, torch.nn.Parameter):
+        return tensor
+    return KeptView(tensor) if is_parameter(tensor) else Kept(tensor)
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:
-    """Parameters and their views (a Linear saves its weight transposed) are never an activation."""
-    base = tensor._base
-    return isinstance(tensor if base is None else base, torch.nn.Parameter)
+    """Whether this is a parameter or a view of one: never an activation."""
+    return isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter)
 
 
 def storage_key(tensor: torch.Tensor) -> StorageWeakRef:
@@ -121,8 +161,8 @@ class Region:
     """One call of `function`, whose inside is recomputed in backward.
 
     stochastic: it draws random numbers, whose generator must be set back. again: what to call the second time, when
-    it isn't `function` itself (a module, so that hooks that gather its sharded parameters run). counted: an object
-    whose `recomputed` grows by one with every second run.
+    it isn't `function` itself (a module, so that hooks that gather its sharded parameters run). counted: where second
+    runs are counted.
     """
 
     def __init__(
@@ -132,7 +172,7 @@ class Region:
         kwargs: dict,
         stochastic: bool,
         again: Function | None = None,
-        counted: Any = None,
+        counted: Activity | None = None,
     ) -> None:
         self.function, self.again, self.args_now = function, again or function, (args, kwargs)
         self.outer = OuterHooks()
@@ -140,18 +180,19 @@ class Region:
         self.leaves = [self._save_leaf(leaf) for leaf in leaves]
         self.arguments = {storage_key(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
-        self.random = _RandomState(device) if stochastic else None
+        self.random = RandomState(device) if stochastic else None
         self.autocast = autocast_state(device.type)
         self.counted = counted
         self.slots: dict[Any, list[weakref.ref[Slot]]] = {}  # what of the function's run each slot waits for
-        self.kept: list[tuple[Callable[[], torch.Tensor], _RandomState | None]] = []  # output, generators after it
+        self.kept: list[tuple[Callable[[], torch.Tensor], RandomState | None]] = []  # output, generators after it
         self.saves = self.calls = 0  # tensors saved and kept modules called so far, in this run
         self.missing: set[Any] | None = None  # in a second run: what is still wanted
 
     def _save_leaf(self, leaf: Any) -> Callable[[], Any]:
-        if not isinstance(leaf, torch.Tensor):
-            return lambda: leaf
-        load, requires_grad = self.outer.save(leaf), leaf.requires_grad
+        return self._save(leaf) if isinstance(leaf, torch.Tensor) else lambda: leaf
+
+    def _save(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        load, requires_grad = self.outer.save(tensor), tensor.requires_grad
         return lambda: load().detach().requires_grad_(requires_grad)
 
     # First run
@@ -162,25 +203,25 @@ class Region:
         with _running(self), saved_tensors_hooks(self._pack, self.outer.unpack):
             return self.function(*args, **kwargs)
 
-    def slot(self, key: Any, tensor: torch.Tensor) -> Slot:
-        slot = Slot(self, tensor)
+    def _slot(self, key: Any, tensor: torch.Tensor, view: bool) -> Slot:
+        slot = Slot(self, tensor, view)
         self.slots.setdefault(key, []).append(weakref.ref(slot))
         return slot
 
     def output_slot(self, tensor: torch.Tensor) -> Slot:
         """A slot for the region's output, or a view of it, saved by whoever consumes it."""
-        return self.slot("output", tensor)
+        return self._slot("output", tensor, view=True)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if self._is_given(tensor):
             return self.outer.pack(tensor)
         self.saves += 1
-        return self.slot(self.saves, tensor)
+        return self._slot(self.saves, tensor, view=False)
 
     def _is_given(self, tensor: torch.Tensor) -> bool:
         return is_parameter(tensor) or storage_key(tensor) in self.arguments
 
-    def keep(self, function: Function, args: tuple, kwargs: dict) -> Any:
+    def keep(self, function: Function, args: tuple, kwargs: dict) -> torch.Tensor:
         """Calls a function whose output, and whatever else of its inside backward needs, is kept.
 
         Its own arguments are not: they are computed again with the rest of the region.
@@ -194,36 +235,33 @@ class Region:
             output, random = self.kept[call - 1]
             if random is not None:
                 random.restore()
-            return output().detach().requires_grad_()
+            return output()
         sources = {storage_key(leaf): (call, i) for i, leaf in enumerate(inputs)}
 
         def pack(tensor: torch.Tensor) -> Any:
             source = None if is_parameter(tensor) else sources.get(storage_key(tensor))
-            return self.slot(source, tensor) if source else self.outer.pack(tensor)
+            return self._slot(source, tensor, view=True) if source else self.outer.pack(tensor)
 
         with saved_tensors_hooks(pack, self.outer.unpack):
             output = function(*args, **kwargs)
-        self.kept.append((self.outer.save(output), _RandomState(output.device) if self.random else None))
+        self.kept.append((self._save(output), RandomState(output.device) if self.random else None))
         return output
 
     # Second run
 
     def recompute(self) -> None:
         """Runs the function again and fills every slot that is still alive."""
-        self.saves = self.calls = 0
-        self.missing = {key for key, slots in self.slots.items() if any(slot() is not None for slot in slots)}
         leaves = [load() for load in self.leaves]
         self.arguments = {storage_key(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
         args, kwargs = tree_unflatten(leaves, self.structure)
         del leaves
+        self.saves = self.calls = 0
+        self.missing = {key for key, slots in self.slots.items() if any(slot() is not None for slot in slots)}
         try:
             with self._replay(), _running(self), saved_tensors_hooks(self._record, _never):
                 self._deliver("output", self.again(*args, **kwargs))
             if self.missing:
-                raise RuntimeError(
-                    "recompute did not save the tensors that forward saved: the recomputed code must do the same "
-                    "operations every time (no state, no side effects)"
-                )
+                raise RuntimeError(f"recompute did not save the tensors that forward saved: {DIFFERENT}")
         except _Enough:
             pass
         finally:
@@ -237,7 +275,7 @@ class Region:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self.autocast())
             if self.random is not None:
-                stack.callback(_RandomState(self.random.device).restore)
+                stack.callback(RandomState(self.random.device).restore)
                 self.random.restore()
             yield
 
@@ -265,7 +303,6 @@ def _never(_: Any) -> torch.Tensor:
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.regions: list[Region] = []
-        self.second_runs = 0
 
 
 _thread = _Thread()
@@ -280,48 +317,6 @@ def _running(region: Region) -> Iterator[None]:
         _thread.regions.pop()
 
 
-class second_run:  # noqa: N801 - used like a function
-    """While open, code runs a second time for backward; `counted.recomputed` grows by one at each entry."""
-
-    def __init__(self, counted: Any = None) -> None:
-        self.counted = counted
-
-    def __enter__(self) -> None:
-        _thread.second_runs += 1
-        if self.counted is not None:
-            self.counted.recomputed += 1
-
-    def __exit__(self, *_: Any) -> None:
-        _thread.second_runs -= 1
-
-
-def is_recomputing() -> bool:
-    """Whether the code that asks is being run a second time: counters and logs should stay silent then."""
-    return _thread.second_runs > 0
-
-
 def current_region() -> Region | None:
     """The innermost region being run by this thread."""
     return _thread.regions[-1] if _thread.regions else None
-
-
-class _RandomState:
-    """The generators' state on CPU and on `device`, here and now."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.cpu = torch.get_rng_state()
-        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def restore(self) -> None:
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda, self.device)
-
-
-def autocast_state(device_type: str) -> Callable[[], AbstractContextManager]:
-    """Captures autocast as it is here; the result enters it again."""
-    if not torch.is_autocast_enabled(device_type):
-        return nullcontext
-    dtype, cache = torch.get_autocast_dtype(device_type), torch.is_autocast_cache_enabled()
-    return lambda: torch.autocast(device_type, dtype=dtype, cache_enabled=cache)

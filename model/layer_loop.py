@@ -1,0 +1,174 @@
+"""What `recompute.apply` puts in place: the loop over the layers, and the forwards of modules inside them.
+
+Each of the forwards here stands in for `forward` of `module`, and is told both.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from model import offload_deepspeed
+from model.gpt import Block
+from model.modes import Mode
+from model.offload import HostPool, Transfers
+from model.region import Function, OuterHooks, Region, StorageWeakRef, current_region, is_parameter, storage_key
+from model.replay import Activity, second_run
+
+
+@dataclass(frozen=True)
+class Group:
+    """Consecutive layers under one mode; under `full` they are forgotten and recomputed together."""
+
+    layers: tuple[Block, ...]
+    mode: Mode
+
+
+class Keeper:
+    """Decides, for every tensor that autograd saves in the layers, which of the three fates it has."""
+
+    def __init__(self, transfers: Transfers | None) -> None:
+        self.outer = OuterHooks()
+        # Forgotten outputs of the layer being run, with their version: one that was changed since would come back
+        # unchanged.
+        self.outputs: dict[StorageWeakRef, tuple[Region, int]] = {}
+        self.transfers = transfers
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        if is_parameter(tensor):
+            return self.outer.pack(tensor)
+        key = storage_key(tensor)
+        region, version = self.outputs.get(key, (None, 0))
+        if region is not None and version == tensor._version:
+            return region.output_slot(tensor)
+        if self.transfers and (moved := self.transfers.save(tensor, key)):
+            return moved
+        return self.outer.pack(tensor)
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        return self.outer.unpack(packed)
+
+    def run_forgetting(self, region: Region) -> torch.Tensor:
+        """Runs a region whose output is forgotten, too, by whoever saves it in this layer."""
+        output = region.run()
+        self.outputs[storage_key(output)] = (region, output._version)
+        return output
+
+    @contextmanager
+    def around_layers(self) -> Iterator[None]:
+        previous, _thread.keeper = _thread.keeper, self
+        moving = self.transfers.forward() if self.transfers else nullcontext()
+        try:
+            with saved_tensors_hooks(self.pack, self.unpack), moving:
+                yield
+        finally:
+            _thread.keeper = previous
+            self.outputs.clear()  # a region refers to its keeper: without this, both would live for ever
+
+
+class _Thread(threading.local):
+    keeper: Keeper | None = None
+
+
+_thread = _Thread()
+
+
+# The loop over the layers
+
+
+def run_layers(
+    groups: Sequence[Group],
+    pool: HostPool | None,
+    activity: Activity,
+    stochastic: bool,
+    x: torch.Tensor,
+    rope: Any,
+) -> torch.Tensor:
+    """GPT.run_layers under a mode. x: [B, T, C]."""
+    if not torch.is_grad_enabled():
+        for group in groups:
+            x = _plain(group.layers, rope, x)
+        return x
+    transfers = Transfers(pool, x, rope or (), len(groups), activity) if pool else None
+    keeper = Keeper(transfers)
+    with keeper.around_layers():
+        for index, group in enumerate(groups):
+            keeper.outputs.clear()
+            if transfers:
+                transfers.begin(index, group.mode.offload == "async")
+            x = _run_group(group, activity, stochastic, x, rope)
+    return x
+
+
+def _run_group(group: Group, activity: Activity, stochastic: bool, x: torch.Tensor, rope: Any) -> torch.Tensor:
+    # rope in a closure: as an argument, DeepSpeed would take it for an activation
+    run = partial(_plain, group.layers, rope)
+    if group.mode.recompute != "full":
+        return run(x)
+    if group.mode.offload == "deepspeed":
+        return offload_deepspeed.checkpoint(run, x, activity)
+    if group.mode.keep:
+        return Region(run, (x,), {}, stochastic, counted=activity).run()
+    return checkpoint(run, x, use_reentrant=False, preserve_rng_state=stochastic, context_fn=partial(_count, activity))
+
+
+def _plain(layers: Sequence[Block], rope: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in layers:
+        x = layer(x, rope)
+    return x
+
+
+def _count(activity: Activity) -> tuple[Any, Any]:
+    return nullcontext(), second_run(activity)
+
+
+# Forwards of modules
+
+
+def recomputed(module: nn.Module, forward: Function, stochastic: bool, activity: Activity, *args: Any) -> Any:
+    """Keeps the arguments and the output of a module, and nothing of its inside."""
+    if not torch.is_grad_enabled():
+        return forward(*args)
+    return Region(forward, args, {}, stochastic, counted=activity).run()
+
+
+def output_recomputed(module: nn.Module, forward: Function, activity: Activity, *args: Any) -> Any:
+    """Keeps the arguments of a module; its output is forgotten by all who save it for backward."""
+    keeper = _keeper_here()
+    if keeper is None:
+        return forward(*args)
+    # Called again as a module, so that hooks that gather its sharded parameters run.
+    return keeper.run_forgetting(Region(forward, args, {}, False, again=module, counted=activity))
+
+
+def cast_recomputed(module: nn.Module, forward: Function, x: torch.Tensor) -> torch.Tensor:
+    """Under autocast, casts the input of a GEMM before the GEMM would, so that the copy can be forgotten."""
+    keeper, device = _keeper_here(), x.device.type
+    if keeper is None or not torch.is_autocast_enabled(device):
+        return forward(x)
+    dtype = torch.get_autocast_dtype(device)
+    if x.dtype == dtype:
+        return forward(x)
+    return forward(keeper.run_forgetting(Region(_cast, (x, dtype), {}, False)))
+
+
+def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.to(dtype)
+
+
+def kept(module: nn.Module, forward: Function, *args: Any) -> Any:
+    """Keeps the output of a module, and what its own backward needs, in a region that forgets everything else."""
+    region = current_region()
+    return forward(*args) if region is None else region.keep(forward, args, {})
+
+
+def _keeper_here() -> Keeper | None:
+    """Who can forget an output here; inside a region nobody needs to: it forgets everything."""
+    return _thread.keeper if torch.is_grad_enabled() and current_region() is None else None
