@@ -4,10 +4,11 @@ Each of the forwards here stands in for `forward` of `module`, and is told both.
 """
 
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -80,6 +81,25 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+def _untraced(function: Function) -> Function:
+    """Under torch.compile, runs `function` and all it calls eagerly: the compiler cannot trace saved-tensor hooks."""
+
+    @torch._disable_dynamo
+    def eagerly(*args: Any) -> Any:
+        warnings.warn(
+            "torch.compile cannot trace kept outputs, recomputed norms and activations, or offload: what they touch "
+            "runs eagerly. Of the memory modes, none, selective, mlp and full compile as a whole",
+            stacklevel=2,
+        )
+        return function(*args)
+
+    @wraps(function)
+    def run(*args: Any) -> Any:
+        return eagerly(*args) if torch.compiler.is_compiling() else function(*args)
+
+    return run
+
+
 # The loop over the layers
 
 
@@ -96,6 +116,21 @@ def run_layers(
         for group in groups:
             x = _plain(group.layers, rope, x)
         return x
+    if torch.compiler.is_compiling() and all(_is_traceable(group.mode) for group in groups):
+        for group in groups:
+            x = _run_group(group, activity, stochastic, x, rope)
+        return x
+    return _run_hooked(groups, pool, activity, stochastic, x, rope)
+
+
+def _is_traceable(mode: Mode) -> bool:
+    return not mode.offload and not mode.keep and not {"norm", "activation"}.intersection(mode.modules)
+
+
+@_untraced
+def _run_hooked(
+    groups: Sequence[Group], pool: HostPool | None, activity: Activity, stochastic: bool, x: torch.Tensor, rope: Any
+) -> torch.Tensor:
     transfers = Transfers(pool, x, rope or (), len(groups), activity) if pool else None
     keeper = Keeper(transfers)
     with keeper.around_layers():
@@ -116,7 +151,7 @@ def _run_group(group: Group, activity: Activity, stochastic: bool, x: torch.Tens
         return offload_deepspeed.checkpoint(run, x, activity)
     if group.mode.keep:
         return Region(run, (x,), {}, stochastic, counted=activity).run()
-    return checkpoint(run, x, use_reentrant=False, preserve_rng_state=stochastic, context_fn=partial(_count, activity))
+    return _torch_checkpoint(run, activity, stochastic, x)
 
 
 def _plain(layers: Sequence[Block], rope: Any, x: torch.Tensor) -> torch.Tensor:
@@ -125,8 +160,13 @@ def _plain(layers: Sequence[Block], rope: Any, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _count(activity: Activity) -> tuple[Any, Any]:
-    return nullcontext(), second_run(activity)
+def _torch_checkpoint(function: Function, activity: Activity, stochastic: bool, *args: Any) -> Any:
+    settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": stochastic}
+    if torch.compiler.is_compiling():
+        activity.compiled = True  # the compiler takes no context that counts
+    else:
+        settings["context_fn"] = lambda: (nullcontext(), second_run(activity))
+    return checkpoint(function, *args, **settings)
 
 
 # Forwards of modules
@@ -136,9 +176,12 @@ def recomputed(module: nn.Module, forward: Function, stochastic: bool, activity:
     """Keeps the arguments and the output of a module, and nothing of its inside."""
     if not torch.is_grad_enabled():
         return forward(*args)
+    if torch.compiler.is_compiling():
+        return _torch_checkpoint(forward, activity, stochastic, *args)
     return Region(forward, args, {}, stochastic, counted=activity).run()
 
 
+@_untraced
 def output_recomputed(module: nn.Module, forward: Function, activity: Activity, *args: Any) -> Any:
     """Keeps the arguments of a module; its output is forgotten by all who save it for backward."""
     keeper = _keeper_here()
@@ -148,6 +191,7 @@ def output_recomputed(module: nn.Module, forward: Function, activity: Activity, 
     return keeper.run_forgetting(Region(forward, args, {}, False, again=module, counted=activity))
 
 
+@_untraced
 def cast_recomputed(module: nn.Module, forward: Function, x: torch.Tensor) -> torch.Tensor:
     """Under autocast, casts the input of a GEMM before the GEMM would, so that the copy can be forgotten."""
     keeper, device = _keeper_here(), x.device.type
@@ -163,6 +207,7 @@ def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
+@_untraced
 def kept(module: nn.Module, forward: Function, *args: Any) -> Any:
     """Keeps the output of a module, and what its own backward needs, in a region that forgets everything else."""
     region = current_region()

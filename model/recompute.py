@@ -28,7 +28,7 @@ from model import layer_loop
 from model.gpt import GPT, Block
 from model.layer_loop import Group
 from model.modes import NAMED, Mode, parse, parse_layers
-from model.offload import HostPool
+from model.offload import MIN_BYTES, HostPool
 from model.replay import Activity, is_recomputing
 
 __all__ = ["MODES", "Activity", "Mode", "activity", "apply", "is_recomputing", "require_active"]
@@ -87,13 +87,14 @@ def require_active(model: GPT, mode: str | Mode | Sequence[str | Mode]) -> None:
     """Raises RuntimeError when a training step was made and the mode did nothing of what it promises."""
     modes, done = parse_layers(mode, len(model.layers)), activity(model)
     idle = {"core_attn"} if model.config.attention != "unfused" else set()
-    if not done.recomputed and any(one.recompute == "full" or set(one.modules) - idle for one in modes):
-        raise RuntimeError(f"mode {modes[0]} recomputed nothing: its forward was replaced or not trained")
-    if not done.offloaded_bytes and any(m.offload for m in modes):
+    recomputing = [one for one in modes if one.recompute == "full" or set(one.modules) - idle]
+    moving = [one for one in modes if one.offload]
+    if recomputing and not done.recomputed and not done.compiled:
+        raise RuntimeError(f"mode {recomputing[0]} recomputed nothing: its forward was replaced or not trained")
+    if moving and not done.offloaded_bytes:
         raise RuntimeError(
-            f"mode {modes[0]} moved 0 bytes to host memory: every tensor is smaller than "
-            f"model.offload.MIN_BYTES, or there is one layer only (the last one is never moved); use a mode "
-            "without offload"
+            f"mode {moving[0]} moved 0 bytes to host memory: every tensor is smaller than "
+            f"{MIN_BYTES} bytes, or there is one layer only (the last one is never moved); use a mode without offload"
         )
 
 

@@ -15,6 +15,7 @@ class Activity:
 
     recomputed: int = 0  # second runs, of a module or of a group of layers
     offloaded_bytes: int = 0  # copied to host memory
+    compiled: bool = False  # recompute was handed to torch.compile, where nobody counts it
 
 
 class _Thread(threading.local):
