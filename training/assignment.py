@@ -83,8 +83,8 @@ def assign(choices: Sequence[Choice], limits: Limits) -> Assignment:
         np.array([getattr(choice, name) for choice in choices], dtype=float)
         for name in ("kept_bytes", "transient_bytes", "host_bytes", "span", "forward_s", "backward_s", "copy_s")
     )
-    # Variables: spans of each choice (n), whether it is used (y), time of forward and of backward (t). Bytes in units of
-    # the budget and times of the slowest choice, so that the solver's tolerances mean something.
+    # Variables: spans of each choice (n), whether it is used (y), time of forward and of backward (t). Bytes in units
+    # of the budget and times of the slowest choice, so that the solver's tolerances mean something.
     unit, second = float(max(1, limits.device_bytes)), float(max(1e-12, (forward + backward + copy).max()))
     most = np.floor(limits.num_layers / span)
     net = (kept - limits.gradient_bytes * span) / unit
