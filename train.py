@@ -26,6 +26,8 @@ from training.record import Tally
 from training.run import RunError, RunFolder
 from training.schema import ROOT
 
+TIMELINE_POINTS = 2000  # of memory.json
+
 
 def train(recipe: Recipe, here: world.World, folder: RunFolder, tally: Tally, progress: Progress) -> int:
     """The whole run, from data to result; returns the exit code."""
@@ -42,7 +44,7 @@ def train(recipe: Recipe, here: world.World, folder: RunFolder, tally: Tally, pr
     model = built_model(recipe, dataset, here, say)
     torch.manual_seed(recipe.seed + 1 + here.rank)  # but dropout of its own on each
     engine = make_engine(recipe, model, here)
-    meter.track(model)
+    meter.track(model, engine.optimizer)
 
     # The newest good checkpoint, if any. What a step depends on is in it, or follows from the step's number.
     layout = engine.layout() | {"data": dataset.folder.name}
@@ -74,7 +76,7 @@ def train(recipe: Recipe, here: world.World, folder: RunFolder, tally: Tally, pr
                 log.write(record)
                 progress.show(record, left_s=(recipe.steps - step) * record["step_time_s"])
 
-            if last or is_due(step, recipe.evaluation.every_steps):
+            if recipe.evaluation.batches and (last or is_due(step, recipe.evaluation.every_steps)):
                 count = min(len(validation), max(1, recipe.evaluation.batches // here.size))
                 tally.val_loss = engine.eval_loss(validation.batch(i) for i in range(count))
                 tally.see_peaks()
@@ -82,22 +84,26 @@ def train(recipe: Recipe, here: world.World, folder: RunFolder, tally: Tally, pr
                 tally.resume_clock()
 
             stopped = any(here.max(stopper.signal))
-            if last or stopped or is_due(step, recipe.checkpoint.every_steps):
+            if recipe.checkpoint.keep and (last or stopped or is_due(step, recipe.checkpoint.every_steps)):
                 state = {"step": step, "state": engine.state(), "random": checkpoint.random_state(here.device)}
                 log.flush()  # first, so that a resumed run has every record up to its checkpoint
                 keep = recipe.checkpoint.keep
                 checkpoint.save(folder.checkpoints, step, state, world=here, layout=layout, keep=keep)
                 tally.resume_clock()
             if stopped and not last:
-                say(f"stopped and saved after step {step}; the same command continues from there")
+                saved_too = " and saved" if recipe.checkpoint.keep else ""
+                say(f"stopped{saved_too} after step {step}; the same command continues from what was saved last")
                 return run.INTERRUPTED
 
     if here.is_main:
+        if tally.memory:
+            run.write_json(folder.path / "memory.json", tally.memory)
         folder.write_result(tally.result("completed"))
-    say(
-        f"validation loss {tally.val_loss:.3f} nats per token; knowing how often each token occurs and nothing "
-        f"else would give {dataset.unigram_entropy():.3f}"
-    )
+    if tally.val_loss is not None:
+        say(
+            f"validation loss {tally.val_loss:.3f} nats per token; knowing how often each token occurs and nothing "
+            f"else would give {dataset.unigram_entropy():.3f}"
+        )
     say(f"finished {recipe.steps} steps; everything is in {folder.path}; `make tensorboard` shows the curves")
     return 0
 
@@ -179,12 +185,16 @@ def main(arguments: list[str]) -> int:
         folder = RunFolder(given.run_dir or ROOT / "runs" / recipe.name)
         if not claim(folder, recipe, here):
             return 0
-        meter = Meter(device=here.device, budget_bytes=recipe.budget_bytes, host_budget_bytes=recipe.host_budget_bytes)
+        meter = Meter(
+            device=here.device,
+            budget_bytes=recipe.budget_bytes,
+            host_budget_bytes=recipe.host_budget_bytes,
+            timeline=TIMELINE_POINTS if recipe.log.memory else 0,
+            operations=True if recipe.log.memory else None,
+        )
         tally = Tally(recipe, here, meter)
         with meter, Progress(recipe.steps, show=here.is_main) as progress:
-            code = train(recipe, here, folder, tally, progress)
-        world.leave()
-        return code
+            return train(recipe, here, folder, tally, progress)
     except RecipeError as error:
         if rank == 0:
             print(error, file=sys.stderr)

@@ -7,12 +7,12 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from tiny import linear_as_it_was  # noqa: F401
 
 from model import recompute
 from training import build, optimizer, world
@@ -48,12 +48,6 @@ def make(engine: str, *overrides: str) -> Engine:
 def losses(engine: Engine, steps: range, lr: float = 1e-2) -> list[tuple[float, float]]:
     results = [engine.train_step(tiny.batches(s, engine.accumulation), lr) for s in steps]
     return [(r.loss, r.grad_norm) for r in results]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _process_group() -> Iterator[None]:
-    yield
-    world.leave()
 
 
 @pytest.mark.parametrize(("name", "precision"), EVERY)

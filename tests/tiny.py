@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
-from training import recipe
-from training.engine import Batch
+import train
+from training import metrics, recipe
+from training.engine import Batch, Engine
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB = 300
@@ -40,6 +42,9 @@ SETTINGS = (
 )
 
 
+TORCH = ("engine.name=torch", "engine.deepspeed_config=null")
+
+
 def load(*overrides: str, name: str = "quickstart") -> recipe.Recipe:
     return recipe.load(name, [*SETTINGS, *overrides])
 
@@ -55,20 +60,50 @@ def batches(step: int, accumulation: int, rank: int = 0, size: int = 1, length: 
         yield stream[:, :-1], targets
 
 
-def write_text(folder: Path) -> Path:
-    """A few documents to train on."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for i in range(40):
-        lines = [f"def function_{i}_{j}(x): return x * {j} + {i}  # line {j} of file {i}" for j in range(30)]
-        (folder / f"file_{i}.py").write_text("\n".join(lines))
-    return folder
+@pytest.fixture(autouse=True)
+def linear_as_it_was() -> Iterator[None]:
+    """ZeRO-3 exchanges torch's linear for its own, for the rest of the process."""
+    before = torch.nn.functional.linear
+    yield
+    torch.nn.functional.linear = before
 
 
-def command(*words: str | Path) -> list[str]:
-    return [sys.executable, str(ROOT / "train.py"), *map(str, words)]
+_data: list[str] = []
 
 
-def run(*words: str | Path, timeout_s: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
-    """`python train.py words`, to its end."""
-    env = os.environ | environment
-    return subprocess.run(command(*words), capture_output=True, text=True, timeout=timeout_s, env=env)
+def little_data(temporary: pytest.TempPathFactory) -> list[str]:
+    """Overrides for a few documents to train on, written once."""
+    if not _data:
+        folder = temporary.mktemp("little")
+        text = folder / "text"
+        text.mkdir()
+        for i in range(40):
+            lines = [f"def function_{i}_{j}(x): return x * {j} + {i}  # line {j} of {i}" for j in range(30)]
+            (text / f"file_{i}.py").write_text("\n".join(lines))
+        _data.extend([f"data.sources=[{text}]", f"data.cache_dir={folder / 'cache'}"])
+    return _data
+
+
+def start(run_dir: Path, data: list[str], *overrides: str, name: str = "quickstart") -> int:
+    """`train.py` in this process; returns the exit code."""
+    return train.main([name, *SETTINGS, *data, *overrides, "--run-dir", str(run_dir)])
+
+
+def interrupted(run_dir: Path, data: list[str], step: int, *overrides: str) -> int:
+    """The same, with a SIGTERM during step `step`."""
+    original = Engine.train_step
+
+    def stepped(engine: Engine, *args: Any, **kwargs: Any) -> Any:
+        if engine.step_number + 1 == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(engine, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "train_step", stepped)
+        return start(run_dir, data, *overrides)
+
+
+def curve(run_dir: Path) -> list[tuple[Any, ...]]:
+    """What two runs that are the same agree on, line by line."""
+    keys = ("step", "tokens", "loss", "lr", "grad_norm", "val_loss")
+    return [tuple(line.get(key) for key in keys) for line in metrics.read(run_dir / "metrics.jsonl")]

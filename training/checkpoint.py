@@ -14,11 +14,12 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from training.run import USAGE, RunError
 from training.world import World
@@ -70,8 +71,7 @@ def save(folder: Path, step: int, payload: dict[str, Any], *, world: World, layo
     problem = None
     try:
         if world.is_main:
-            for leftover in folder.glob(".saving-*"):
-                shutil.rmtree(leftover)
+            _remove(folder.glob(".saving-*"))
             temporary.mkdir(parents=True)
     except OSError as error:
         problem = _explain(error, folder)
@@ -87,7 +87,8 @@ def save(folder: Path, step: int, payload: dict[str, Any], *, world: World, layo
         try:
             if world.is_main:
                 _complete(temporary, final, step, layout, world.size)
-                _prune(folder, step, keep)
+                _remove(path_of(folder, old) for old in steps_in(folder)[keep:])
+                _remove(folder.glob(".damaged-*"))
         except OSError as error:
             problem = _explain(error, folder)
         problem = world.agree(problem)
@@ -115,9 +116,12 @@ def load_latest(
         damage = world.agree(_damage(path, step, world.rank, layout))
         if damage is None:
             file = path / f"rank-{world.rank}.pt"
-            return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+            with _disable_current_modes():  # a mapped file is no memory of the device: a meter must not see it
+                return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         warn(f"checkpoint {path} is damaged ({damage}); using the one before it")
-    if steps:
+        if world.is_main:
+            path.rename(path.with_name(f".damaged-{path.name}"))  # does not count as kept; goes with the next save
+    if steps or any(folder.glob(".damaged-*")):
         raise RunError(f"every checkpoint in {folder} is damaged; remove that folder to train from the start")
     return None
 
@@ -182,17 +186,13 @@ def _complete(temporary: Path, final: Path, step: int, layout: dict[str, Any], r
     manifest = {"format": FORMAT, "step": step, "layout": layout, "files": files}
     _write_json(temporary / "manifest.json", manifest)
     _flush_folder(temporary)
-    if final.exists():  # a damaged one: an undamaged one of this step would have been loaded
-        shutil.rmtree(final)
     temporary.rename(final)
     _flush_folder(final.parent)
 
 
-def _prune(folder: Path, step: int, keep: int) -> None:
-    older = [s for s in steps_in(folder) if s <= step]
-    newer = [s for s in steps_in(folder) if s > step]  # damaged: the run came back from before them
-    for old in older[keep:] + newer:
-        shutil.rmtree(path_of(folder, old))
+def _remove(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder)
 
 
 def _flush_folder(folder: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from model.gpt import IGNORED
 from training.recipe import Recipe
@@ -54,6 +55,7 @@ class Engine:
     """Base of both engines: everything but forward, backward and the weight update."""
 
     name: str
+    optimizer: Any  # torch's, or DeepSpeed's around it
 
     def __init__(self, recipe: Recipe, model: nn.Module, world: World) -> None:
         self.recipe = recipe
@@ -133,13 +135,15 @@ class Engine:
         if saved.keys() != own.keys():
             names = sorted(saved.keys() ^ own.keys())
             raise RunError(f"saved state does not belong to this model: {names[0]} is in only one of the two")
-        with torch.no_grad():
+        for name, tensor in own.items():
+            if saved[name].shape != tensor.shape:
+                shapes = f"{list(saved[name].shape)}, not {list(tensor.shape)}"
+                raise RunError(f"saved state does not belong to this model: {name} is {shapes}")
+        # Out of a meter's sight: what is copied from is a file mapped into memory, not memory of the device.
+        with torch.no_grad(), _disable_current_modes():
             for name, tensor in own.items():
-                if saved[name].shape != tensor.shape:
-                    shapes = f"{list(saved[name].shape)}, not {list(tensor.shape)}"
-                    raise RunError(f"saved state does not belong to this model: {name} is {shapes}")
                 tensor.copy_(saved[name])
-            self.after_load()
+        self.after_load()
 
     def check_norm(self, norm: float) -> float:
         """The gradient norm, or RunError when it is not finite (DeepSpeed writes -1 for that in places)."""

@@ -147,7 +147,7 @@ class DeepSpeedEngine(Engine):
             self.engine, *_ = deepspeed.initialize(model=model, optimizer=self.adamw, config=config)
         if self.stage == 0 and world.size == 1:
             self.engine.enable_backward_allreduce = False  # it would copy all gradients to tell them to nobody
-        self.zero = self.engine.optimizer
+        self.zero = self.optimizer = self.engine.optimizer
         # Where the float32 master weights live: ZeRO-3 takes them out of the groups between steps.
         self.masters: list[torch.Tensor] = getattr(self.zero, "fp32_partitioned_groups_flat", None) or [
             p for group in self.adamw.param_groups for p in group["params"]

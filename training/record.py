@@ -33,10 +33,12 @@ class Tally:
         self.step_times_s: list[float] = []
         self.peaks = dict.fromkeys(PEAKS, 0)  # the largest of the whole run
         self.peak_op = ""
+        self.memory: dict[str, Any] = {}  # the content of memory.json: what held the device's memory in the last step
         self.first_step_s: float | None = None  # from the start of the program to the end of its first step
         self._unlogged_s: list[float] = []
         self._flops: tuple[float, float] = (0.0, 0.0)  # of the model and of the hardware, per token
-        self._peak_flops: float | None = None
+        one = hardware.peak_flops(world.device, DTYPES[recipe.precision])  # may measure: before the meter counts
+        self._peak_flops = one * world.size if one else None
         self._mark_s = time.perf_counter()
 
     def start(self, config: GPTConfig, records: Iterable[dict[str, Any]] = ()) -> None:
@@ -47,8 +49,6 @@ class Tally:
             flops_per_token(config, recipe.seq_length),
             hardware_flops_per_token(config, recipe.seq_length, modes),
         )
-        one = hardware.peak_flops(self.world.device, DTYPES[recipe.precision])
-        self._peak_flops = one * self.world.size if one else None
         for record in records:
             self.val_loss = record.get("val_loss", self.val_loss)
             if "loss" in record:
@@ -80,6 +80,8 @@ class Tally:
         time_s = statistics.fmean(self._unlogged_s)
         self._unlogged_s.clear()
         speed = self.tokens_per_step / time_s
+        if self.recipe.log.memory:
+            self.memory = self._memory()
         mfu, hfu = (f * speed / self._peak_flops if self._peak_flops else None for f in self._flops)
         return {
             "step": self.steps,
@@ -92,6 +94,20 @@ class Tally:
             "mfu": mfu,
             "hfu": hfu,
             **self.see_peaks(),
+        }
+
+    def _memory(self) -> dict[str, Any]:
+        meter = self.meter
+        return {
+            "step": self.steps,
+            "peak_device_bytes": meter.peak_bytes,
+            "breakdown_bytes": meter.breakdown_bytes,
+            "after_forward_device_bytes": meter.after_forward_bytes,
+            "after_forward_breakdown_bytes": meter.after_forward_breakdown_bytes,
+            "timeline": [
+                {"operation": n, "phase": phase, "module": module, "live_device_bytes": live}
+                for n, phase, module, live in meter.timeline
+            ],
         }
 
     def see_peaks(self) -> dict[str, int]:

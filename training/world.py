@@ -92,15 +92,16 @@ def join() -> World:
 
 
 def leave() -> None:
-    """Part from the other ranks, when all do."""
+    """Part from the other ranks, when all do; DeepSpeed cannot be used in this process afterwards."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def end_process(code: int) -> NoReturn:
-    """Exit with `code`; with an error at once, because other ranks may never come to say goodbye."""
+    """Exit with `code`; with an error at once, because other ranks may never come to part."""
     sys.stdout.flush()
     sys.stderr.flush()
     if code and dist.is_initialized():
         os._exit(code)
+    leave()
     sys.exit(code)
