@@ -25,24 +25,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from model import host
+from training import kinds
 from training.cuda_memory import CudaMemory
+from training.kinds import KINDS, LEAVES, LOSS, OPTIMIZER, OTHER, TEMPORARY
 from training.places import Places, graph_task
-from training.storages import (
-    ACTIVATIONS,
-    GRADIENTS,
-    KINDS,
-    LOSS,
-    OPTIMIZER,
-    OTHER,
-    PARAMETERS,
-    TEMPORARY,
-    Origin,
-    Storages,
-    resizes_seen,
-)
+from training.storages import Origin, Storages, resizes_seen
+from training.timeline import Timeline
 
-# What a phase leaves behind is what it was for; what dies within it was temporary.
-LEAVES = {"forward": ACTIVATIONS, "loss": LOSS, "backward": GRADIENTS, "optimizer": OPTIMIZER}
 _NOTHING = dict.fromkeys(KINDS, 0)
 
 
@@ -90,7 +79,7 @@ class Meter:
         self._places = Places()
         self._storages: Storages | None = None
         self._cuda: CudaMemory | None = None
-        self._points: _Points | None = None
+        self._points: Timeline | None = None
         self._peak_host = self._host = 0
         self._is_open = self._said = self._loss_found = False
         self._phase_births = 0
@@ -154,8 +143,9 @@ class Meter:
             return device if device in ("cpu", "fake") else torch.device(device)
         if any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack()):
             return "fake"
-        for parameter in (p for model in self._places.models for p in _parameters(model())):
-            return parameter.device
+        for model in self._places.models:
+            for parameter in getattr(model(), "parameters", tuple)():
+                return parameter.device
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def track(self, model: torch.nn.Module | None = None, optimizer: Any = None) -> None:
@@ -215,7 +205,7 @@ class Meter:
         module), temporary, other (was there before, or made outside any phase). On CUDA with `operations`
         only, and before the allocator's rounding; else all 0.
         """
-        return dict(zip(KINDS, self._storages.peak_by_kind, strict=True)) if self._storages else _NOTHING.copy()
+        return kinds.by_name(self._storages.peak_by_kind) if self._storages else _NOTHING.copy()
 
     @property
     def reserved_bytes(self) -> int:
@@ -251,7 +241,7 @@ class Meter:
         """Start peaks, after-forward and timeline anew from what is alive now: a step starts."""
         self.after_forward_bytes, self.after_forward_breakdown_bytes = 0, _NOTHING.copy()
         self._peak_host = self.host_bytes
-        self._points = _Points(self._asked_timeline) if self._asked_timeline else None
+        self._points = Timeline(self._asked_timeline) if self._asked_timeline else None
         if self._storages is not None:
             self._storages.reset_peak()
         if self._cuda is not None:
@@ -293,8 +283,7 @@ class Meter:
             if live > self.after_forward_bytes:  # with accumulation: of the fullest micro-batch
                 self.after_forward_bytes = live
                 if self._storages is not None:
-                    kinds = zip(KINDS, self._storages.by_kind, strict=True)
-                    self.after_forward_breakdown_bytes = dict(kinds)
+                    self.after_forward_breakdown_bytes = kinds.by_name(self._storages.by_kind)
         self.current_phase = name
 
     def _before_module(self, module: torch.nn.Module, args: Any) -> None:
@@ -337,22 +326,14 @@ class Meter:
         return TEMPORARY if self.current_phase else OTHER
 
     def _assign_known(self, optimizers: bool = False) -> None:
-        """Kinds that are known by identity: a model's parameters and gradients, an optimizer's state."""
-        books = self._storages
-        if books is None:
+        if (books := self._storages) is None:
             return
-        for model in self._places.models:
-            for parameter in _parameters(model()):
-                # FSDP's and ZeRO-3's shards are tensors behind the parameter.
-                for tensor in (parameter, getattr(parameter, "ds_tensor", None)):
-                    if tensor is not None:
-                        books.assign(getattr(tensor, "_local_tensor", tensor), PARAMETERS)
-                if parameter.grad is not None:
-                    books.assign(getattr(parameter.grad, "_local_tensor", parameter.grad), GRADIENTS)
-        if optimizers:
-            for optimizer in self._optimizers:
-                for tensor in _tensors_of(optimizer()):
-                    books.assign(getattr(tensor, "_local_tensor", tensor), OPTIMIZER, only_other=True)
+        for reference in self._places.models:
+            if (model := reference()) is not None:
+                for tensor, kind in kinds.of_model(model):
+                    books.assign(tensor, kind)
+        for tensor in (t for o in self._optimizers for t in kinds.of_optimizer(o())) if optimizers else ():
+            books.assign(tensor, OPTIMIZER, only_other=True)
 
     def _host_grows(self, nbytes: int, fake: bool, storage: torch.UntypedStorage | None) -> None:
         if fake != (self.kind == "fake"):
@@ -375,45 +356,3 @@ class Meter:
     def _mark_time(self) -> None:
         if self._points is not None:
             self._points.add(self.current_phase, self._places, self.live_bytes)
-
-
-class _Points:
-    """At most `limit` points of a curve of any length: each the highest of a stretch of it."""
-
-    def __init__(self, limit: int) -> None:
-        self.kept: list[tuple[int, str, weakref.ref | None, int]] = []
-        self._limit = limit // 2 * 2  # they are merged in pairs
-        self._stretch = 1
-        self._count = 0
-
-    def add(self, phase: str, places: Places, live_bytes: int) -> None:
-        count, self._count = self._count, self._count + 1
-        if count % self._stretch:
-            if live_bytes > self.kept[-1][3]:
-                self.kept[-1] = (count, phase, places.now()[0], live_bytes)
-            return
-        if len(self.kept) == self._limit:
-            pairs = zip(self.kept[::2], self.kept[1::2], strict=False)
-            self.kept = [max(pair, key=lambda point: point[3]) for pair in pairs]
-            self._stretch *= 2
-        self.kept.append((count, phase, places.now()[0], live_bytes))
-
-
-def _parameters(model: torch.nn.Module | None) -> Iterator[torch.nn.Parameter]:
-    return iter(()) if model is None else model.parameters()
-
-
-def _tensors_of(thing: Any, depth: int = 6) -> Iterator[torch.Tensor]:
-    """The tensors in an optimizer: its own, and those of optimizers within (DeepSpeed's hold torch's)."""
-    if isinstance(thing, torch.Tensor):
-        yield thing
-    elif depth:
-        inside: Any = ()
-        if isinstance(thing, dict):
-            inside = thing.values()
-        elif isinstance(thing, (list, tuple, set)):
-            inside = thing
-        elif hasattr(thing, "param_groups"):
-            inside = vars(thing).values()
-        for item in inside:
-            yield from _tensors_of(item, depth - 1)

@@ -28,9 +28,7 @@ class Places:
         self.models: list[weakref.ref[torch.nn.Module]] = []  # whose names count
         self.losses: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._roots: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # called from no module
-        self._stack: list[
-            tuple[weakref.ref, int, bool]
-        ] = []  # module, graph task it was called in, in the loss
+        self._stack: list[tuple[weakref.ref, int, bool]] = []  # module, graph task it was called in, in the loss
         self._numbers: list[int] = []
         self._marks: list[tuple[weakref.ref | None, bool]] = []  # from that number on: module, in the loss
 

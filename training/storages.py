@@ -13,10 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import host
+from training.kinds import IGNORED, KINDS, LOSS, OTHER, TEMPORARY
 from training.places import Places
-
-KINDS = ("parameters", "gradients", "optimizer", "activations", "loss", "temporary", "other")
-PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOSS, TEMPORARY, OTHER = range(len(KINDS))
 
 Origin = tuple[Any, weakref.ref | None, str]  # operation, module or parameter, phase
 
@@ -41,9 +39,7 @@ class Storages(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(
-        self, device: str, places: Places, budget_bytes: int | None, kind_of_birth: Callable[[], int]
-    ) -> None:
+    def __init__(self, device: str, places: Places, budget_bytes: int | None, kind_of_birth: Callable[[], int]) -> None:
         super().__init__()
         self.live_bytes = self.peak_bytes = 0
         self.by_kind = [0] * len(KINDS)
@@ -85,12 +81,15 @@ class Storages(TorchDispatchMode):
         records = self._records
         try:
             for arg in args:
-                # Unknown when made where no operation shows it: numpy, another thread, C++ before entry.
                 if isinstance(arg, torch.Tensor) and arg.untyped_storage()._cdata not in records:
-                    self.see(arg, "memory from outside")
+                    self._see_stranger(arg)
         except NotImplementedError:  # a sparse tensor has no storage
             pass
-        out = func(*args, **kwargs) if kwargs else func(*args)
+        try:
+            out = func(*args, **kwargs) if kwargs else func(*args)
+        except torch.OutOfMemoryError:  # of the CUDA allocator, which does not say who asked
+            self.failed_origin = self._origin(func)
+            raise
         if isinstance(out, torch.Tensor):
             self.see(out, func)
         elif out is not None:
@@ -108,11 +107,10 @@ class Storages(TorchDispatchMode):
             storage = tensor.untyped_storage()
         except NotImplementedError:
             return
-        key = storage._cdata
-        record = self._records.get(key)
+        record = self._records.get(storage._cdata)
         if record is not None:
             nbytes = storage.nbytes()
-            if nbytes != record.nbytes:
+            if nbytes != record.nbytes and record.kind != IGNORED:
                 self._resize(record, nbytes, origin)
             return
         if not self._is_ours(tensor):
@@ -121,13 +119,28 @@ class Storages(TorchDispatchMode):
             host.register(storage)
         if host.is_host(storage):
             return
+        record = self._record(storage, self._kind_of_birth())
+        self._resize(record, storage.nbytes(), origin)
+        self._records[record.key] = record
+
+    def _see_stranger(self, tensor: torch.Tensor) -> None:
+        """A tensor made where no operation shows it: by numpy, or in another thread.
+
+        One that turns up in backward is ignored: it is a buffer of gloo, whose threads free it at any time.
+        """
+        self._kind_of_birth()  # brings the phase up to date
+        if self.phase == "backward":
+            record = self._record(tensor.untyped_storage(), IGNORED)
+            self._records[record.key] = record
+        else:
+            self.see(tensor, "memory from outside")
+
+    def _record(self, storage: torch.UntypedStorage, kind: int) -> _Record:
         assert self._died is not None
         record = _Record(storage, self._died)
-        record.key, record.nbytes, record.kind = key, 0, self._kind_of_birth()
         self.births += 1
-        record.birth = self.births
-        self._resize(record, storage.nbytes(), origin)
-        self._records[key] = record
+        record.key, record.nbytes, record.kind, record.birth = storage._cdata, 0, kind, self.births
+        return record
 
     def _see_all(self, out: Any, func: Any) -> None:
         if isinstance(out, (tuple, list)):
@@ -192,7 +205,7 @@ class Storages(TorchDispatchMode):
     def before_resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Note a size that a storage is about to get without an operation."""
         record = self._records.get(storage._cdata)
-        if record is not None:
+        if record is not None and record.kind != IGNORED:
             self._resize(record, nbytes, "storage.resize_")
 
     def reset_peak(self) -> None:
@@ -204,7 +217,7 @@ class Storages(TorchDispatchMode):
     def assign(self, tensor: torch.Tensor, kind: int, only_other: bool = False) -> None:
         """Say what a tensor's storage is for (only if nothing is known of it yet, with `only_other`)."""
         record = self._records.get(tensor.untyped_storage()._cdata)
-        if record is not None and record.kind != kind and (not only_other or record.kind == OTHER):
+        if record is not None and record.kind not in (kind, IGNORED) and (not only_other or record.kind == OTHER):
             self._move(record, kind)
 
     def settle(self, births: int, kind: int) -> None:
