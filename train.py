@@ -58,7 +58,7 @@ def train(recipe: Recipe, here: world.World, folder: RunFolder, tally: Tally, pr
         say(f"continuing after step {start}")
 
     with Metrics(folder.path, start, warn=say, write=here.is_main) as log, run.Stopper() as stopper:
-        tally.start(model.config, read(log.path))
+        tally.start(model, read(log.path))
         for step in range(start + 1, recipe.steps + 1):
             first = (step - 1) * engine.accumulation
             micro_batches = [batches.batch(first + i) for i in range(engine.accumulation)]

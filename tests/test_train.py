@@ -14,9 +14,11 @@ import tiny
 import torch
 import yaml
 from tiny import curve, interrupted, linear_as_it_was, start  # noqa: F401
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from training import build, flops, metrics, recipe, run
+from model import recompute, tiling
+from training import build, flops, metrics, recipe, run, work
 from training.engine import Engine
 
 RESULT = (
@@ -229,26 +231,41 @@ def test_a_second_process_does_not_train_in_a_folder_in_use(tmp_path: Path, monk
         second.open(tiny.load())
 
 
-def test_hardware_flops_are_those_that_torch_counts() -> None:
+class _Products(TorchDispatchMode):
+    """Counts the FLOPs of matrix products, fused attention left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in work.MATMULS:
+            self.flops += work.work_of(func, args, out)[1]  # type: ignore[index]
+        return out
+
+
+TILES = [{}, {"loss_tile_tokens": 7}, {"mlp_tile_tokens": 8}, {"attention_head_groups": 2}]
+TILES += [{"mlp_tile_tokens": 8, "attention_head_groups": 2}]
+
+
+@pytest.mark.parametrize("attention", ["unfused", "sdpa"])
+@pytest.mark.parametrize("tiles", TILES, ids=lambda tiles: "+".join(tiles) or "untiled")
+@pytest.mark.filterwarnings("ignore:mode")
+def test_hardware_flops_are_those_that_run(attention: str, tiles: dict[str, int]) -> None:
     """Recomputed matrix products by formula equal the ones that run, for every mode."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from model import recompute
-
-    shape = ("seq_length=32", "model.num_layers=5", "model.num_query_groups=1")
-    for attention, causal in (("unfused", 1.0), ("sdpa", 0.0)):  # torch counts no fused attention on CPU
-        settings = tiny.load(*shape, f"model.attention={attention}")
-        model = build.build_model(settings)
-        tokens = torch.zeros(1, 32, dtype=torch.long)
-        for name in recompute.MODES:
-            if "offload" in name:
-                continue
-            recompute.apply(model, name)
-            with FlopCounterMode(display=False) as counter:
-                model(tokens, tokens).backward()
-            modes = [recompute.parse(name)] * 5
-            formula = 32 * flops.hardware_flops_per_token(model.config, 32, modes, causal)
-            assert counter.get_total_flops() == formula, (attention, name)
+    shape = ["seq_length=24", "model.num_layers=4", "model.ffn_hidden_size=72", f"model.attention={attention}"]
+    model = build.build_model(tiny.load(*shape))
+    tokens = torch.zeros(1, 24, dtype=torch.long)
+    for name in [name for name in recompute.MODES if "offload" not in name]:
+        recompute.apply(model, "none")
+        applied = tiling.apply(model, **tiles)
+        recompute.apply(model, name)
+        with _Products() as counted:
+            model(tokens, tokens).backward()
+        modes, causal = [recompute.parse(name)] * 4, 1.0 if attention == "unfused" else 0.0
+        formula = 24 * flops.hardware_flops_per_token(model.config, 24, modes, applied, causal)
+        assert counted.flops == formula, name
 
 
 def test_two_ranks_through_the_launcher_make_one_ranks_curve(tmp_path: Path, data: list[str]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from model import recompute
+from model import recompute, tiling
 from model.gpt import GPT, GPTConfig
 from model.modes import Mode, parse_layers
 from training.recipe import Recipe, RecipeError
@@ -45,6 +45,7 @@ def build_model(
         # Made in its dtype and in its place: a float32 copy on the way would need twice the memory.
         with _default_dtype(DTYPES[recipe.precision]), torch.device(device or "cpu"):
             model = GPT(config)
+        tiling.apply(model, **recipe.tiles.model_dump())
         recompute.apply(model, layer_modes(recipe), host_budget_bytes=recipe.host_budget_bytes)
     except (ValueError, ImportError) as error:
         raise RecipeError(f"recipe {recipe.name}: {error}") from error

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from model.gpt import GPTConfig, flops_per_token
+from model import tiling
+from model.gpt import GPT, flops_per_token
 from training import hardware
 from training.build import DTYPES, layer_modes, mode_name
 from training.engine import StepResult
@@ -41,13 +42,13 @@ class Tally:
         self._peak_flops = one * world.size if one else None
         self._mark_s = time.perf_counter()
 
-    def start(self, config: GPTConfig, records: Iterable[dict[str, Any]] = ()) -> None:
+    def start(self, model: GPT, records: Iterable[dict[str, Any]] = ()) -> None:
         """The model is built, and `records` of metrics.jsonl are what an earlier process did of this run."""
         recipe = self.recipe
-        modes = layer_modes(recipe)
+        modes, tiles = layer_modes(recipe), tiling.applied(model)
         self._flops = (
-            flops_per_token(config, recipe.seq_length),
-            hardware_flops_per_token(config, recipe.seq_length, modes),
+            flops_per_token(model.config, recipe.seq_length),
+            hardware_flops_per_token(model.config, recipe.seq_length, modes, tiles),
         )
         for record in records:
             self.val_loss = record.get("val_loss", self.val_loss)
