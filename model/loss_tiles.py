@@ -101,7 +101,7 @@ class _TiledLoss(torch.autograd.Function):
         dhidden = torch.empty_like(rows) if wanted[0] else None
         dweight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        for tile in slices(len(rows), tile_tokens):
+        for tile in slices(rows, tile_tokens):
             x = rows[tile].to(dtype)
             logits = F.linear(x, w)  # (t, V)
             total += cross_entropy_rows(logits, targets[tile], divisor, label_smoothing, z_loss, any(wanted))

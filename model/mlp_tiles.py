@@ -40,7 +40,7 @@ class _MLP:
         self.weights = Weights(modules, x.device)
         self.norm = Norm(layer.post_norm, self.weights)
         self.activation, self.gated = mlp.activation, mlp.gate is not None
-        self.tiles = slices(x.numel() // x.shape[-1], tile_tokens)
+        self.tiles = slices(x.reshape(-1, x.shape[-1]), tile_tokens)
         self.dropout = layer.dropout if layer.training else 0.0
         self.random = RandomState(x.device) if self.dropout and torch.is_grad_enabled() else None
 

@@ -27,7 +27,7 @@ Auto = int | Literal["auto"] | None
 LOGITS_ELEMENTS = 2**27  # of one tile, by `auto`: 256 MiB in bfloat16
 LOSS_TILE_MAX = 8192
 MLP_TILE = 4096  # long enough that adding a tile's weight gradients costs little beside computing them
-HEAD_GROUPS = 8  # of seven tensors in backward an eighth each: less than one tensor as wide as the model
+GROUP_WIDTH = 0.9  # of the hidden size: one group's seven tensors in backward beside five of the hidden size
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,13 @@ def resolve(
     """The numbers that `apply` would use for a model of this shape.
 
     auto: of the loss, the largest power of two that keeps a tile's logits within 2^27 elements, at most 8192 tokens;
-    of the MLP, 4096 tokens; of attention, the smallest number of groups that is possible and at least 8, else one
-    head each. Raises ValueError naming the value and what is possible.
+    of the MLP, 4096 tokens; of attention, the smallest possible number of groups with which one group's tensors in
+    backward are at most 0.9 as wide as the model (8 with as many key/value heads), or one for each head. Raises
+    ValueError naming the value and what is possible.
     """
     possible = valid_groups(config.num_attention_heads, config.query_groups)
     loss = min(LOSS_TILE_MAX, 2 ** max(0, (LOGITS_ELEMENTS // config.vocab_size).bit_length() - 1))
-    groups = next((n for n in possible if n >= HEAD_GROUPS), possible[-1])
+    groups = next((n for n in possible if group_width(config, n) <= GROUP_WIDTH), possible[-1])
     if attention_head_groups not in (None, "auto", *possible):
         raise ValueError(
             f"attention_head_groups={attention_head_groups!r}: {config.num_attention_heads} heads over "
@@ -99,6 +100,12 @@ def resolve(
         _tokens("mlp_tile_tokens", mlp_tile_tokens, MLP_TILE),
         groups if attention_head_groups == "auto" else attention_head_groups,
     )
+
+
+def group_width(config: GPTConfig, head_groups: int) -> float:
+    """Width of one group's q, k, v and their gradients and that of its output, over the hidden size."""
+    heads, key_heads = config.num_attention_heads, config.query_groups
+    return 3 / head_groups + 4 * max(key_heads / head_groups, 1) / heads
 
 
 def _tokens(name: str, value: Auto, auto: int) -> int | None:
