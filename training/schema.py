@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from training import strict_yaml
-from training.values import ModeNames, Names, Recompute, Section, Size, Tile, parse_size
+from training.values import Attentions, ModeNames, Names, Recompute, Section, Size, Tile, parse_size
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -108,25 +108,33 @@ class Tiles(Section):
 
 class Evaluation(Section):
     every_steps: int | None = Field(None, gt=0, description="Validate so often. null: only at the end.")
-    batches: int = Field(8, gt=0, description="Micro-batches per validation, over all ranks.")
+    batches: int = Field(8, ge=0, description="Micro-batches per validation, over all ranks. 0: no validation.")
 
 
 class Checkpoint(Section):
     every_steps: int | None = Field(None, gt=0, description="Save so often. null: only at the end.")
-    keep: int = Field(2, gt=0, description="Newest checkpoints kept on disk.")
+    keep: int = Field(2, ge=0, description="Newest checkpoints kept on disk. 0: none is saved.")
 
 
 class Log(Section):
     every_steps: int = Field(1, gt=0, description="Write metrics so often.")
+    memory: bool = Field(
+        False, description="Write memory.json: live memory over the last step. On a GPU such a step is slow."
+    )
 
 
 class Sweep(Section):
     modes: ModeNames = Field(
         ("none", "selective", "full", "full+attention", "full+offload"), min_length=1, description="Compared."
     )
+    attention: Attentions = Field((), description="Each with all modes. Empty: model.attention.")
     granularity: int = Field(256, gt=0, description="Lengths tried are multiples of it, in tokens.")
     seq_max: int = Field(1048576, gt=0, description="Longest length tried, in tokens.")
     steps: int = Field(2, ge=2, description="Optimizer steps a length must survive.")
+    timing_steps: int = Field(5, ge=5, description="Optimizer steps of a trial that is timed.")
+    timing_rounds: int = Field(1, gt=0, description="How often each mode is timed at each length, in turn.")
+    minutes: float | None = Field(None, gt=0, description="No more speeds are measured after it. null: all are.")
+    trial_timeout_s: float = Field(3600.0, gt=0, description="A trial that takes longer is ended.")
 
 
 class Targets(Section):

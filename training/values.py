@@ -8,6 +8,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+ATTENTION = ("unfused", "sdpa", "flash_attn")
 UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6, "KiB": 2**10, "KB": 10**3, "B": 1}
 
 
@@ -69,6 +70,12 @@ def _tile(value: object) -> object:
     raise ValueError("must be a whole number above 0, auto, or null for no tiles")
 
 
+def _attention(value: str) -> str:
+    if value not in ATTENTION:
+        raise ValueError(f"must be one of {', '.join(ATTENTION)}")
+    return value
+
+
 def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
@@ -78,6 +85,11 @@ Size = Annotated[str, BeforeValidator(_size), "size such as 24GiB"]
 Tile = Annotated[int | str | None, BeforeValidator(_tile), "whole number | auto | null"]
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 ModeNames = Annotated[tuple[Annotated[str, AfterValidator(_mode)], ...], BeforeValidator(_as_tuple), "list of modes"]
+Attentions = Annotated[
+    tuple[Annotated[str, AfterValidator(_attention)], ...],
+    BeforeValidator(_as_tuple),
+    f"list of {' | '.join(ATTENTION)}",
+]
 Recompute = Annotated[
     str | tuple[str, ...] | Plan, BeforeValidator(_recompute), "mode | list of modes | {plan: FILE} | auto"
 ]
