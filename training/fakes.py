@@ -1,0 +1,187 @@
+"""What is exchanged around the model while a step is traced on fake tensors, and put back afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from model import attention_tiles, gpt, host, loss_tiles, mlp_tiles, offload_deepspeed
+from model.region import is_parameter
+
+
+@contextlib.contextmanager
+def surroundings(job: Any) -> Iterator[None]:
+    """The job's dtype as default (module.to(...) fails on fake tensors), and the functions that cannot run on them."""
+    with contextlib.ExitStack() as stack:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(job.dtype)
+        stack.callback(torch.set_default_dtype, before)
+        stack.enter_context(exchanged(gpt, rope_table=_rope_table))
+        stack.enter_context(exchanged(offload_deepspeed, checkpoint=partial(_deepspeed_checkpoint, job.cuda)))
+        stack.enter_context(exchanged(torch, get_rng_state=lambda: None, set_rng_state=lambda _: None))
+        if job.cuda:
+            stack.enter_context(exchanged(F, dropout=_cuda_dropout))
+        if job.gathers:
+            stack.enter_context(exchanged(F, linear=_Zero3Linear.run))
+        yield
+
+
+@contextlib.contextmanager
+def exchanged(module: Any, **functions: Any) -> Iterator[None]:
+    before = {name: getattr(module, name) for name in functions}
+    for name, function in functions.items():
+        setattr(module, name, function)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(module, name, function)
+
+
+def _cuda_dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """What F.dropout is on CUDA: one kernel that keeps a mask of one byte. On the CPU the mask has x's dtype."""
+    return torch.native_dropout(x, p, True)[0] if training and p else x
+
+
+def _rope_table(length: int, dim: int, theta: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """model.rowwise.rope_table without its loop over positions."""
+    cos, sin = torch.empty(2, length, dim // 2, device=device, dtype=torch.float32).unbind()
+    return cos, sin
+
+
+def _deepspeed_checkpoint(cuda: bool, function: Any, x: torch.Tensor, activity: Any) -> torch.Tensor:
+    """The memory of model.offload_deepspeed.checkpoint, which needs values and a process group.
+
+    DeepSpeed copies x, runs the function, and empties x. On a CPU the copy counts as host memory from then on, and
+    backward uses it as it is; a GPU copies it back.
+    """
+    copy = None if cuda else x.detach().clone()
+
+    def pack(tensor: torch.Tensor) -> Any:
+        if is_parameter(tensor) or tensor.untyped_storage()._cdata != x.untyped_storage()._cdata:
+            return tensor
+        on_host = host.empty(tensor.shape, tensor.dtype)
+        return on_host if not cuda else (on_host, tensor.device)
+
+    def unpack(packed: Any) -> torch.Tensor:
+        return torch.empty_like(packed[0]).copy_(packed[0]) if isinstance(packed, tuple) else packed
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        output = checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)
+    del copy
+    return output
+
+
+# Tiles
+
+
+class _Representative(list):
+    """The first, the second and the last tile of a loop: all others are as the second."""
+
+    def __init__(self, length: int, step: int, weigh: Callable[[float], None]) -> None:
+        count = max(1, -(-length // step))
+        chosen = range(count) if count <= 3 else (0, 1, count - 1)
+        super().__init__(slice(i * step, min((i + 1) * step, length)) for i in chosen)
+        self.repeats, self.weigh = count - 2 if count > 3 else 1, weigh
+
+    def __iter__(self) -> Iterator[slice]:
+        for i, tile in enumerate(super().__iter__()):
+            self.weigh(self.repeats if i == 1 else 1)
+            yield tile
+        self.weigh(1)
+
+
+@contextlib.contextmanager
+def tiles(job: Any, weigh: Callable[[float], None]) -> Iterator[None]:
+    """Loops over tiles of tokens run three tiles, so that a trace costs the same at every length.
+
+    What a tile makes goes into buffers of the whole length, so that leaving tiles out changes no byte. Attention
+    tiles with dropout are the exception: they are joined, and must all be there.
+    """
+
+    def slices(length: int, step: int) -> list[slice]:
+        return _Representative(length, step, weigh)
+
+    modules = [loss_tiles, mlp_tiles] + ([] if job.config.hidden_dropout else [attention_tiles])
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(exchanged(module, slices=slices))
+        yield
+
+
+# ZeRO-3
+
+
+class _Zero3Linear(torch.autograd.Function):
+    """DeepSpeed exchanges F.linear under ZeRO-3 by one that saves the parameter, not a view of its gathered data."""
+
+    @staticmethod
+    def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return _Zero3Linear.apply(x, weight, bias)
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        if x.dim() == 2 and bias is not None:
+            return torch.addmm(bias, x, weight.t())
+        output = x.matmul(weight.t())
+        return output if bias is None else output + bias
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight, bias = ctx.saved_tensors
+        dx = grad.matmul(weight) if ctx.needs_input_grad[0] else None
+        dweight = dbias = None
+        if ctx.needs_input_grad[1]:
+            dweight = grad.reshape(-1, grad.shape[-1]).t().matmul(x.reshape(-1, x.shape[-1]))
+        if bias is not None and ctx.needs_input_grad[2]:
+            dbias = grad.reshape(-1, grad.shape[-1]).sum(0) if grad.dim() > 2 else grad.sum(0)
+        return dx, dweight, dbias
+
+
+def mark_gathers(model: torch.nn.Module, owners: dict[torch.nn.Module, str], mark: Callable[[str, Any], None]) -> None:
+    """Marks where DeepSpeed's hooks fetch and release a module's own parameters, in forward and in backward."""
+
+    class Before(torch.autograd.Function):  # on a module's output: backward is about to enter it
+        @staticmethod
+        def forward(ctx: Any, output: torch.Tensor, name: str) -> torch.Tensor:
+            ctx.name = name
+            return output.detach()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            mark("enter backward", ctx.name)
+            return grad, None
+
+    class Behind(torch.autograd.Function):  # on its input: backward has left it
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, name: str) -> torch.Tensor:
+            ctx.name = name
+            return x.detach()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            mark("leave backward", ctx.name)
+            return grad, None
+
+    def before(module: torch.nn.Module, args: Any) -> Any:
+        name = owners[module]
+        mark("enter", name)
+        return tuple(
+            Behind.apply(a, name) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args
+        )
+
+    def after(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        name = owners[module]
+        mark("leave", name)
+        return Before.apply(output, name)
+
+    for module in owners:
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
