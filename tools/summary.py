@@ -1,0 +1,137 @@
+"""summary.json: what a sweep found, mode by mode, from its trials."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tools.timing import bases, by_importance
+from tools.trials import Question, Variant
+from training.run import FAILED, write_json
+
+if TYPE_CHECKING:
+    from tools.sweep import Found, Sweep
+
+LIMITS = {"oom": "device", "host_oom": "host"}
+ANSWER = {"seq_length": "longest_context", "micro_batch_size": "largest_micro_batch_size"}
+
+
+def of(sweep: Sweep) -> dict[str, Any]:
+    """The summary of a sweep that has run. Modes are in the recipe's order."""
+    recipe, trials = sweep.recipe, sweep.trials
+    base = bases(sweep.found)
+    wanted = by_importance({v: f.longest for v, f in sweep.found.items()}, sweep.granularity)
+    timed = {v: _timings(sweep, v, sorted({t.size for t in wanted if t.variant == v})) for v in sweep.found}
+    modes = {}
+    for variant, found in sweep.found.items():
+        plain = {t[sweep.axis]: t for t in timed[base[variant]]} if variant in base else {}
+        for timing in timed[variant]:
+            other = plain.get(timing[sweep.axis])
+            timing["overhead"] = timing["step_time_s"] / other["step_time_s"] if other else None
+        modes[sweep.display.names[variant]] = _mode(sweep, variant, found, timed[variant])
+    return {
+        "recipe": recipe.name,
+        "axis": sweep.axis,
+        "granularity": sweep.granularity,
+        "maximum": sweep.maximum,
+        "seq_length": recipe.seq_length,
+        "micro_batch_size": recipe.micro_batch_size,
+        "budget_bytes": recipe.budget_bytes,
+        "host_budget_bytes": recipe.host_budget_bytes,
+        **{name: trials.environment[name] for name in ("device", "world_size", "torch", "deepspeed", "cuda")},
+        "code": trials.code,
+        "trials": len({r["trial"] for r in trials.records if r["code"] == trials.code}),
+        "seconds": sweep.seconds(),
+        "not_timed": [[sweep.display.names[t.variant], t.size] for t in sweep.left_out],
+        "modes": modes,
+    }
+
+
+def _mode(sweep: Sweep, variant: Variant, found: Found, timings: list[dict[str, Any]]) -> dict[str, Any]:
+    longest = found.longest
+    beyond = found.boundary.next_tried if found.boundary else None
+    next_status = found.tried[beyond]["status"] if beyond else None
+    last: dict[str, Any] = next((t for t in timings if t[sweep.axis] == longest), {})
+    compared: dict[str, Any] = next((t for t in reversed(timings) if t["overhead"]), {})
+    fit = found.tried.get(longest, {})
+    lengths = sweep.axis == "seq_length"
+    return {
+        "mode": variant.mode,
+        "attention": variant.attention,
+        "longest_context": longest if lengths else sweep.recipe.seq_length if longest else 0,
+        **({} if lengths else {"largest_micro_batch_size": longest}),
+        "limited_by": None if found.problem else LIMITS[next_status] if next_status else "max",
+        "next_tried": beyond,
+        "next_status": next_status,
+        "tokens_per_s": last.get("tokens_per_s"),
+        "step_time_s": last.get("step_time_s"),
+        "peak_device_bytes": last.get("peak_device_bytes") or fit.get("peak_device_bytes"),
+        "after_forward_device_bytes": last.get("after_forward_device_bytes") or fit.get("after_forward_device_bytes"),
+        "peak_host_bytes": last.get("peak_host_bytes", fit.get("peak_host_bytes")),
+        "peak_op": last.get("peak_op") or fit.get("peak_op"),
+        "predicted_longest_context": found.predicted,
+        "overhead": compared.get("overhead"),
+        "overhead_at": compared.get(sweep.axis),
+        "trials": len(found.tried) + sum(t["trials"] for t in timings),
+        "search_trials": len(found.tried),
+        "status": found.problem["status"] if found.problem else "completed",
+        "error": found.problem["error"] if found.problem else None,
+        "timings": timings,
+    }
+
+
+def _timings(sweep: Sweep, variant: Variant, sizes: list[int]) -> list[dict[str, Any]]:
+    """What was timed of a variant, a row per size; over all rounds the median step."""
+    rows = []
+    steps, rounds = sweep.recipe.sweep.timing_steps, sweep.recipe.sweep.timing_rounds
+    for size in sizes:
+        point = sweep.point(variant, size)
+        known = [sweep.trials.known(Question(point, "timing", steps, n)) for n in range(rounds)]
+        records = [r for r in known if r and r["status"] == "completed"]
+        times_s = [s for r in records for s in r["step_times_s"]]
+        if not times_s:
+            continue
+        step_s = statistics.median(times_s)
+        tokens = records[0]["tokens_per_s"] * records[0]["step_time_s"]
+        followed = [r["run"] for r in sweep.trials.records if r["key"] == sweep.trials.key(point) and r["memory"]]
+        rows.append(
+            {
+                "seq_length": point.seq_length,
+                "micro_batch_size": point.micro_batch_size,
+                "step_time_s": step_s,
+                "step_time_spread_s": [min(times_s), max(times_s)],
+                "tokens_per_s": tokens / step_s,
+                **{
+                    name: max(r[name] for r in records)
+                    for name in ("peak_device_bytes", "after_forward_device_bytes", "peak_host_bytes")
+                },
+                "peak_op": records[0]["peak_op"],
+                "predicted_peak_device_bytes": records[0]["predicted_peak_device_bytes"],
+                "trials": len(records),
+                "memory": f"{followed[-1]}/memory.json" if followed else None,
+            }
+        )
+    return rows
+
+
+def write(folder: Path, summary: dict[str, Any]) -> None:
+    write_json(folder / "summary.json", summary)
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The summary of the sweep in `folder`. Raises ValueError with what to do when there is none."""
+    file = folder / "summary.json"
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except OSError:
+        hint = "; the sweep has not ended: run it again, it goes on" if (folder / "trials.jsonl").exists() else ""
+        raise ValueError(f"{folder}: there is no finished sweep here{hint or '; make one with `make sweep`'}") from None
+    except ValueError:
+        raise ValueError(f"{file}: is damaged; run the sweep again, finished trials are not repeated") from None
+
+
+def exit_code(summary: dict[str, Any]) -> int:
+    """0, or 1 when a mode was stopped by a failure or a time limit."""
+    return FAILED if any(mode["status"] != "completed" for mode in summary["modes"].values()) else 0

@@ -1,0 +1,275 @@
+"""Trials: one question about a size, answered by train.py itself in a fresh process and kept in trials.jsonl.
+
+A trial is what `make train` would run: the same launcher, engine and data, for a few steps, under the recipe's
+budget. What it was is read from its result.json and from how its process ended, never from its words. Finished
+trials are never run twice while recipe, code and environment stay the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools import launch, processes
+from training.recipe import Recipe, load
+from training.schema import ROOT
+
+AXES = ("seq_length", "micro_batch_size")
+TOO_MUCH = ("oom", "host_oom")  # the only statuses that say a size is too large
+ANSWERS = ("completed", *TOO_MUCH)  # what is kept; failed and timeout are tried again
+# What a trial's recipe may differ in without asking another question.
+IRRELEVANT = ("name", "steps", "sweep", "targets", "evaluation", "checkpoint", "log")
+RESULT = (
+    *("recipe", "mode", "seq_length", "micro_batch_size", "world_size", "device", "steps", "loss", "tokens_per_s"),
+    *("step_time_s", "peak_device_bytes", "after_forward_device_bytes", "peak_host_bytes", "peak_op", "error"),
+)
+TAIL = 2000  # characters of a failed trial's last words that its record shows
+
+
+@dataclass(frozen=True, order=True)
+class Variant:
+    """What is compared: a memory mode under one attention code."""
+
+    attention: str
+    mode: str
+
+
+@dataclass(frozen=True)
+class Point:
+    """What a trial tries."""
+
+    variant: Variant
+    seq_length: int
+    micro_batch_size: int
+
+    def size(self, axis: str) -> int:
+        return getattr(self, axis)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a trial is for: whether a size fits ("fit"), how fast it is ("timing"), what holds the memory ("memory").
+
+    steps: optimizer steps to survive. round: which of several timings of the same. memory: memory.json is wanted.
+    """
+
+    point: Point
+    purpose: str
+    steps: int
+    round: int = 0
+    memory: bool = False
+
+
+class Trials:
+    """All trials of a sweep's folder: those on record, and new ones.
+
+    environment: what the answers depend on besides recipe and code (device, versions, ranks).
+    predicted_peak: device bytes that the planner expects at a point, or None.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        recipe: Recipe,
+        environment: dict[str, Any],
+        predicted_peak: Callable[[Point], int | None] = lambda point: None,
+        code: str | None = None,
+    ) -> None:
+        self.folder, self.recipe, self.environment = folder, recipe, environment
+        self.predicted_peak = predicted_peak
+        self.code = code or code_version()
+        self.file = folder / "trials.jsonl"
+        self.records = list(read(self.file))
+        self.ran = 0  # trials run by this process
+
+    # -- what is known ---------------------------------------------------------------------------------------
+
+    def known(self, question: Question) -> dict[str, Any] | None:
+        """The record that answers it already: any of running out of memory, else one of as many steps and like."""
+        key = self.key(question.point)
+        mine = [r for r in self.records if r["key"] == key and r["status"] in ANSWERS]
+        too_much = [r for r in mine if r["status"] in TOO_MUCH]
+        enough = [r for r in mine if self._answers(r, question)]
+        return next(iter([*too_much, *enough]), None)
+
+    def _answers(self, record: dict[str, Any], question: Question) -> bool:
+        if question.memory and not (self.folder / record["run"] / "memory.json").exists():
+            return False
+        if question.purpose == "fit":
+            return record["steps"] >= question.steps
+        asked = (question.purpose, question.steps, question.round)
+        return (record["purpose"], record["steps"], record["round"]) == asked
+
+    def key(self, point: Point) -> str:
+        """The same for trials that must give the same answer."""
+        recipe = self.recipe_at(point).model_dump(mode="json", exclude=set(IRRELEVANT))
+        config = self.recipe.deepspeed_config_path
+        facts = [recipe, self.code, self.environment, config.read_text() if config else None]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+    def recipe_at(self, point: Point) -> Recipe:
+        return load(self.folder / "recipe.yaml", overrides(self.recipe, point, self.environment["world_size"]))
+
+    # -- a new one -------------------------------------------------------------------------------------------
+
+    def run(self, question: Question) -> dict[str, Any]:
+        """The answer: the record on file, or else a new trial's."""
+        record = self.known(question)
+        if record is None:
+            record = self._run(question)
+            self._append(record)
+        return record
+
+    def _run(self, question: Question) -> dict[str, Any]:
+        point, steps = question.point, question.steps
+        number = 1 + max((r["trial"] for r in self.records), default=0)
+        name = f"{number:04}-{point.variant.attention}-{point.variant.mode}-{point.seq_length}x{point.micro_batch_size}"
+        run_dir = self.folder / "trials" / name
+        shutil.rmtree(run_dir, ignore_errors=True)
+        run_dir.mkdir(parents=True)
+        words = [str(self.folder / "recipe.yaml"), *overrides(self.recipe, point, self.environment["world_size"])]
+        words += [*steps_overrides(self.recipe, steps), f"log.memory={str(question.memory).lower()}"]
+        gpus, ranks = launch.devices(), self.environment["world_size"]
+        ended = processes.run(
+            launch.command([*words, "--run-dir", str(run_dir)], gpus, ranks),
+            launch.environment(gpus, ranks),
+            self.folder,
+            run_dir / "output.txt",
+            self.recipe.sweep.trial_timeout_s,
+        )
+        self.ran += 1
+        shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
+        status, result, error = outcome(run_dir, ended, steps)
+        return {
+            **dict.fromkeys(RESULT),
+            "recipe": self.recipe.name,
+            "mode": point.variant.mode,
+            "seq_length": point.seq_length,
+            "micro_batch_size": point.micro_batch_size,
+            "world_size": ranks,
+            "steps": 0,
+            **result,
+            "status": status,
+            "error": error,
+            "attention": point.variant.attention,
+            "budget_bytes": self.recipe.budget_bytes,
+            "host_budget_bytes": self.recipe.host_budget_bytes,
+            "predicted_peak_device_bytes": self.predicted_peak(point),
+            "wall_s": ended.wall_s,
+            "exit_code": ended.exit_code,
+            "signal": ended.signal,
+            "step_times_s": step_times(run_dir),
+            "trial": number,
+            "purpose": question.purpose,
+            "round": question.round,
+            "memory": question.memory,
+            "code": self.code,
+            "run": str(run_dir.relative_to(self.folder)),
+            "key": self.key(point),
+        }
+
+    def _append(self, record: dict[str, Any]) -> None:
+        self.records.append(record)
+        torn = self.file.exists() and self.file.read_bytes()[-1:] not in (b"", b"\n")
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write("\n" * torn + json.dumps(record) + "\n")
+
+
+def outcome(run_dir: Path, ended: processes.Ended, steps: int) -> tuple[str, dict[str, Any], str | None]:
+    """(status, content of result.json, error) of a trial.
+
+    A record of running out of memory is believed whatever the exit code. Any other way to end than with all steps
+    done, a record of it and exit code 0 is a fault, except that the system's own lack of memory is `host_oom`.
+    """
+    result = read_json(run_dir / "result.json")
+    said = result.get("status")
+    if said in TOO_MUCH:
+        return said, result, result.get("error")
+    if ended.timed_out:
+        return "timeout", result, str(ended)
+    if ended.killed_for_memory:
+        return "host_oom", result, str(ended)
+    if said == "completed" and ended.exit_code == 0 and result["steps"] == steps:
+        return "completed", result, None
+    told = result.get("error") or _last_words(run_dir / "output.txt")
+    return "failed", result, f"{ended}: {told}" if told else str(ended)
+
+
+def overrides(recipe: Recipe, point: Point, ranks: int) -> list[str]:
+    """What turns the sweep's recipe into a trial's. Accumulation is cut to two micro-batches, which peak as more do."""
+    accumulation = min(2, recipe.accumulation_steps(ranks))
+    words = [
+        f"seq_length={point.seq_length}",
+        f"micro_batch_size={point.micro_batch_size}",
+        f"global_batch_size={point.micro_batch_size * ranks * accumulation}",
+        f"model.attention={point.variant.attention}",
+        f"recompute={point.variant.mode}",
+    ]
+    if recipe.model.position_embedding == "learned":
+        words.append("model.max_position_embeddings=null")  # as many rows as the length needs
+    return words
+
+
+def steps_overrides(recipe: Recipe, steps: int) -> list[str]:
+    """So many steps of the recipe's own warmup, and nothing beside them."""
+    optimizer = recipe.optimizer
+    share = steps / max(steps, optimizer.warmup_steps)
+    return [
+        f"steps={steps}",
+        f"optimizer.lr={optimizer.lr * share!r}",
+        "optimizer.min_lr=null",
+        "optimizer.schedule=constant",
+        "optimizer.decay_steps=null",
+        f"optimizer.warmup_steps={steps if optimizer.warmup_steps else 0}",
+        "evaluation.batches=0",
+        "evaluation.every_steps=null",
+        "checkpoint.keep=0",
+        "checkpoint.every_steps=null",
+        "log.every_steps=1",
+    ]
+
+
+def code_version() -> str:
+    """A hash of everything that runs in a trial."""
+    files = [ROOT / "train.py", ROOT / "tools" / "launch.py"]
+    files += [path for folder in ("model", "training") for path in (ROOT / folder).rglob("*.py")]
+    total = hashlib.sha256()
+    for path in sorted(files):
+        total.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
+    return total.hexdigest()[:16]
+
+
+def step_times(run_dir: Path) -> list[float]:
+    """Seconds of every step but the first, which pays for warming up."""
+    return [r["step_time_s"] for r in read(run_dir / "metrics.jsonl") if r.get("step", 0) > 1 and "step_time_s" in r]
+
+
+def read(file: Path) -> Iterator[dict[str, Any]]:
+    """The records of a file of JSON lines; a line torn by a kill is left out."""
+    if file.exists():
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict):
+                yield record
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _last_words(output: Path) -> str:
+    """The end of what a trial printed: for people, who must see what went wrong where no record says it."""
+    text = output.read_text(encoding="utf-8", errors="replace").strip() if output.exists() else ""
+    return text[-TAIL:].replace(f"{ROOT}/", "")

@@ -1,0 +1,29 @@
+"""Numbers and names as people read them: the same in the terminal, in reports and in pictures."""
+
+from __future__ import annotations
+
+from tools.trials import Variant
+
+GIB, MIB = 2**30, 2**20
+
+
+def size(nbytes: float | None) -> str:
+    """Like 512 MiB or 23.4 GiB."""
+    if nbytes is None:
+        return "-"
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.0f} MiB"
+
+
+def count(number: float | None) -> str:
+    """Like 1,088; a dash for nothing."""
+    return "-" if number is None else f"{number:,.0f}"
+
+
+def times(ratio: float | None) -> str:
+    """Like x1.28."""
+    return "-" if ratio is None else f"x{ratio:.2f}"
+
+
+def label(variant: Variant, attentions: int) -> str:
+    """The mode, with its attention in front where several are compared."""
+    return f"{variant.attention}/{variant.mode}" if attentions > 1 else variant.mode
