@@ -19,17 +19,26 @@ def hardware_flops_per_token(
     """FLOPs of forward, backward and recompute for one token; `modes` has one mode per layer.
 
     Matrix products only, as for model FLOPs. `causal`: the share of attention's square that is counted.
-
-    A recompute stops as soon as all that backward needs is there, so the last product of a region never runs again:
-    the MLP's down projection in a group of layers, probabilities times values in `selective`.
     """
     attention = 12 * config.num_layers * config.hidden_size * seq_length
+    extra = recomputed_flops_per_token(config, modes, seq_length, tiles, causal)
+    return flops_per_token(config, seq_length) + attention * (causal - CAUSAL) + extra
+
+
+def recomputed_flops_per_token(
+    config: GPTConfig, modes: Sequence[Mode], seq_length: int, tiles: Tiles | None = None, causal: float = CAUSAL
+) -> float:
+    """Forward FLOPs that backward repeats, for one token; `modes` has one mode per layer.
+
+    A recompute stops as soon as all that backward needs is there, so the last product of a region never runs again:
+    the MLP's down projection in a group of layers (unless dropout follows it, whose mask is needed), probabilities
+    times values in `selective`.
+    """
     layers: list[Any] = [None] * config.num_layers
-    extra = sum(
+    return sum(
         _recomputed(config, seq_length * causal, group.mode, len(group.layers), tiles or Tiles())
         for group in make_groups(layers, modes)
     )
-    return flops_per_token(config, seq_length) + attention * (causal - CAUSAL) + extra
 
 
 def _recomputed(config: GPTConfig, keys: float, mode: Mode, layers: int, tiles: Tiles) -> float:
@@ -57,5 +66,6 @@ def _recomputed(config: GPTConfig, keys: float, mode: Mode, layers: int, tiles: 
             total += (layers - 1) * up
         elif "mlp_up" not in kept:
             total += layers * up
-        total += (layers - 1) * down
+        ends_early = tiles.mlp_tile_tokens or not config.hidden_dropout
+        total += (layers - 1 if ends_early else layers) * down
     return total
