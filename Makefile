@@ -6,8 +6,14 @@ PYTHON := python3##         Python 3.10 to 3.13 that makes the environment
 VENV := .venv##             the environment, made and filled on first use
 RECIPE := quickstart##      a name in recipes/ or a path
 SET :=##                    recipe settings: SET="seq_length=8192 model.num_layers=4"; quote a value with spaces inside
-BUDGET :=##                 device memory the run may use: BUDGET=24GiB
+BUDGET :=##                 device memory a run may use: BUDGET=24GiB
 HOST_BUDGET :=##            host memory that offload may use
+GPU :=##                    sweep: take this GPU's memory as the budget: GPU=h100-80gb
+MODES :=##                  sweep: modes to compare: MODES="none full full+offload"
+SEQ_MAX :=##                sweep: longest length tried, in tokens
+GRANULARITY :=##            sweep: lengths tried are multiples of it
+STEPS :=##                  sweep: optimizer steps a length must survive
+OUT :=##                    folder of the sweep; default sweeps/<recipe name>, continued if it is there
 RUN_DIR :=##                folder of the run; default runs/<recipe name>, continued if it is there
 NPROC :=##                  processes; default one per GPU, or one on CPU
 LOGDIR := runs##            what tensorboard shows
@@ -19,11 +25,14 @@ ARGS :=##                   more arguments for pytest: ARGS="-k recipe"
 SHELL := /bin/sh
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install -qq --constraint constraints.txt
-# Words for every program: SET is split by the shell, so quotes work in it; * and [ stay as they are.
-WORDS = '$(RECIPE)' $(SET) $(if $(BUDGET),'budget=$(BUDGET)') $(if $(HOST_BUDGET),'host_budget=$(HOST_BUDGET)')
+# What every program is told. SET is split by the shell, so quotes work in it; `set -f` keeps * and [ as they are.
+WORDS = '$(RECIPE)' $(SET)
+option = $(if $($(1)),--$(2) '$($(1))')
+BUDGETS = $(if $(BUDGET),'budget=$(BUDGET)') $(if $(HOST_BUDGET),'host_budget=$(HOST_BUDGET)')
+BUDGET_OPTIONS = $(call option,GPU,gpu) $(call option,BUDGET,budget) $(call option,HOST_BUDGET,host-budget)
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev train tensorboard test test-slow lint bench
+.PHONY: help install dev train sweep report tensorboard test test-slow lint bench
 
 help: ## this text
 	@echo 'make TARGET [VARIABLE=value ...]'
@@ -54,8 +63,16 @@ $(VENV)/installed-dev: pyproject.toml constraints.txt | $(PY)
 
 # `exec`: SIGTERM goes from make through the launcher to train.py, which saves and leaves.
 train: $(VENV)/installed ## train RECIPE; a second call continues
-	@set -f; $(PY) tools/prepare_data.py $(WORDS)
-	@set -f; exec $(PY) tools/launch.py $(WORDS) $(if $(RUN_DIR),--run-dir '$(RUN_DIR)') $(if $(NPROC),--processes $(NPROC))
+	@set -f; $(PY) tools/prepare_data.py $(WORDS) $(BUDGETS)
+	@set -f; exec $(PY) tools/launch.py $(WORDS) $(BUDGETS) $(call option,RUN_DIR,run-dir) $(call option,NPROC,processes)
+
+sweep: $(VENV)/installed ## measure the longest context of every mode under the budget; a second call continues
+	@set -f; exec $(PY) tools/sweep.py $(WORDS) $(BUDGET_OPTIONS) $(call option,MODES,modes) \
+	    $(call option,SEQ_MAX,seq-max) $(call option,GRANULARITY,granularity) $(call option,STEPS,steps) \
+	    $(call option,NPROC,processes) $(call option,OUT,out)
+
+report: $(VENV)/installed ## write a sweep's table and pictures again, from its records
+	@exec $(PY) tools/report.py '$(or $(OUT),sweeps/$(notdir $(RECIPE:.yaml=)))'
 
 tensorboard: $(VENV)/installed ## show runs in the browser: http://localhost:6006
 	@exec $(VENV)/bin/tensorboard --logdir '$(LOGDIR)' --host '$(HOST)' --port $(PORT)

@@ -131,7 +131,7 @@ def test_make_alone_explains_every_target_and_variable(repo_root):
     told = make(repo_root)
     assert told == make(repo_root, "help")
     (phony,) = re.findall(r"^\.PHONY: (.*)$", text, flags=re.M)
-    used = set(re.findall(r"\$\(([A-Z_]+)\)", text)) - {"PY", "PIP", "WORDS"}
+    used = set(re.findall(r"^([A-Z_]+) :=", text, flags=re.M)) - {"SHELL", "PY", "PIP"}
     for name in {*phony.split(), *used}:
         assert re.search(rf"^  {name} ", told, flags=re.M), name
 
@@ -141,26 +141,47 @@ def test_every_program_a_target_calls_is_there(repo_root):
         assert (repo_root / program).is_file(), program
 
 
-def test_what_is_set_reaches_every_program_of_train(repo_root, tmp_path):
-    """With a stand-in for the environment's python that writes down what it was called with."""
+@pytest.fixture
+def told(repo_root, tmp_path):
+    """The words each program of a target is called with: the environment's python only writes them down."""
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin" / "python"
     python.write_text('#!/bin/sh\nfor word; do echo "<$word>"; done; echo\n')
     python.chmod(0o755)
     (tmp_path / "installed").touch()
-    told = make(
-        repo_root,
-        "train",
-        f"VENV={tmp_path}",
-        "RECIPE=my recipe.yaml",
-        "SET=steps=3 'data.sources=[a b, *.txt]'",
-        "BUDGET=24GiB",
-        "RUN_DIR=x y",
-        "NPROC=2",
-    )
+
+    def words_of(*words: str) -> list[list[str]]:
+        calls = make(repo_root, *words, f"VENV={tmp_path}").strip().split("\n\n")
+        return [[word.removeprefix("<").removesuffix(">") for word in call.split("\n")] for call in calls]
+
+    return words_of
+
+
+SET = "SET=steps=3 'data.sources=[a b, *.txt]'"
+
+
+def test_what_is_set_reaches_every_program_of_train(told):
+    prepare, start = told("train", "RECIPE=my recipe.yaml", SET, "BUDGET=24GiB", "RUN_DIR=x y", "NPROC=2")
     words = ["my recipe.yaml", "steps=3", "data.sources=[a b, *.txt]", "budget=24GiB"]
-    prepare, start = told.strip().split("\n\n")
-    assert prepare.split("\n") == [f"<{word}>" for word in ["tools/prepare_data.py", *words]]
-    assert start.split("\n") == [
-        f"<{word}>" for word in ["tools/launch.py", *words, "--run-dir", "x y", "--processes", "2"]
-    ]
+    assert prepare == ["tools/prepare_data.py", *words]
+    assert start == ["tools/launch.py", *words, "--run-dir", "x y", "--processes", "2"]
+
+
+def test_what_is_set_reaches_sweep_and_report(told):
+    given = ["BUDGET=24GiB", "HOST_BUDGET=1GiB", "MODES=none full+offload", "SEQ_MAX=9", "GRANULARITY=3", "STEPS=2"]
+    (sweep,) = told("sweep", SET, *given, "GPU=h200", "NPROC=2", "OUT=x y")
+    assert sweep[:4] == ["tools/sweep.py", "quickstart", "steps=3", "data.sources=[a b, *.txt]"]
+    options = dict(zip(sweep[4::2], sweep[5::2], strict=True))
+    assert options == {
+        "--gpu": "h200",
+        "--budget": "24GiB",
+        "--host-budget": "1GiB",
+        "--modes": "none full+offload",
+        "--seq-max": "9",
+        "--granularity": "3",
+        "--steps": "2",
+        "--processes": "2",
+        "--out": "x y",
+    }
+    assert told("report", "RECIPE=recipes/gpt-1.3b.yaml") == [["tools/report.py", "sweeps/gpt-1.3b"]]
+    assert told("report", "OUT=x y") == [["tools/report.py", "x y"]]
