@@ -44,7 +44,7 @@ MOMENTS = {
     "between record and checkpoint": ("metrics.Metrics", "flush", 2, False, 3),
     "before the manifest": ("checkpoint", "_complete", 2, False, 3),
     "before the rename": ("checkpoint", "_flush_folder", 3, True, 3),
-    "before old ones are removed": ("checkpoint", "_prune", 2, False, 6),
+    "before old ones are removed": ("checkpoint", "_remove", 5, False, 6),
     "after a checkpoint": ("checkpoint", "save", 2, True, 6),
     "while evaluating": ("engine.Engine", "eval_loss", 2, False, 3),
     "after the last checkpoint": ("checkpoint", "save", 3, True, 8),
@@ -140,7 +140,7 @@ def test_resuming_fits_the_budget_of_the_start(tmp_path: Path, data: list[str]) 
 
 @pytest.mark.slow
 def test_two_ranks_killed_or_stopped_through_the_launcher_go_on(tmp_path: Path, data: list[str]) -> None:
-    settings = ["engine.name=deepspeed", "engine.deepspeed_config=zero2", "steps=40", "checkpoint.every_steps=2"]
+    settings = ["engine.name=deepspeed", "engine.deepspeed_config=zero2", "steps=20", "checkpoint.every_steps=2"]
     launch = [sys.executable, str(tiny.ROOT / "tools/launch.py"), "--processes", "2"]
 
     def finish(run_dir: Path) -> None:
