@@ -5,7 +5,7 @@ Each of the forwards here stands in for `forward` of `module`, and is told both.
 
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -17,7 +17,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from model import offload_deepspeed
-from model.gpt import Block
 from model.modes import Mode
 from model.offload import HostPool, Transfers
 from model.region import Function, OuterHooks, Region, StorageWeakRef, current_region, is_parameter, storage_key
@@ -26,9 +25,9 @@ from model.replay import Activity, second_run
 
 @dataclass(frozen=True)
 class Group:
-    """Consecutive layers under one mode; under `full` they are forgotten and recomputed together."""
+    """Positions of consecutive layers under one mode; under `full` they are forgotten and recomputed together."""
 
-    layers: tuple[Block, ...]
+    layers: tuple[int, ...]
     mode: Mode
 
 
@@ -104,6 +103,7 @@ def _untraced(function: Function) -> Function:
 
 
 def run_layers(
+    layers: nn.ModuleList,
     groups: Sequence[Group],
     pool: HostPool | None,
     activity: Activity,
@@ -113,14 +113,12 @@ def run_layers(
 ) -> torch.Tensor:
     """GPT.run_layers under a mode. x: [B, T, C]."""
     if not torch.is_grad_enabled():
-        for group in groups:
-            x = _plain(group.layers, rope, x)
-        return x
+        return _plain(layers, rope, x)
     if torch.compiler.is_compiling() and all(_is_traceable(group.mode) for group in groups):
         for group in groups:
-            x = _run_group(group, activity, stochastic, x, rope)
+            x = _run_group(layers, group, activity, stochastic, x, rope)
         return x
-    return _run_hooked(groups, pool, activity, stochastic, x, rope)
+    return _run_hooked(layers, groups, pool, activity, stochastic, x, rope)
 
 
 def _is_traceable(mode: Mode) -> bool:
@@ -129,7 +127,13 @@ def _is_traceable(mode: Mode) -> bool:
 
 @_untraced
 def _run_hooked(
-    groups: Sequence[Group], pool: HostPool | None, activity: Activity, stochastic: bool, x: torch.Tensor, rope: Any
+    layers: nn.ModuleList,
+    groups: Sequence[Group],
+    pool: HostPool | None,
+    activity: Activity,
+    stochastic: bool,
+    x: torch.Tensor,
+    rope: Any,
 ) -> torch.Tensor:
     transfers = Transfers(pool, x, rope or (), len(groups), activity) if pool else None
     keeper = Keeper(transfers)
@@ -138,13 +142,15 @@ def _run_hooked(
             keeper.outputs.clear()
             if transfers:
                 transfers.begin(index, group.mode.offload == "async")
-            x = _run_group(group, activity, stochastic, x, rope)
+            x = _run_group(layers, group, activity, stochastic, x, rope)
     return x
 
 
-def _run_group(group: Group, activity: Activity, stochastic: bool, x: torch.Tensor, rope: Any) -> torch.Tensor:
+def _run_group(
+    layers: nn.ModuleList, group: Group, activity: Activity, stochastic: bool, x: torch.Tensor, rope: Any
+) -> torch.Tensor:
     # rope in a closure: as an argument, DeepSpeed would take it for an activation
-    run = partial(_plain, group.layers, rope)
+    run = partial(_plain, [layers[i] for i in group.layers], rope)
     if group.mode.recompute != "full":
         return run(x)
     if group.mode.offload == "deepspeed":
@@ -154,7 +160,7 @@ def _run_group(group: Group, activity: Activity, stochastic: bool, x: torch.Tens
     return _torch_checkpoint(run, activity, stochastic, x)
 
 
-def _plain(layers: Sequence[Block], rope: Any, x: torch.Tensor) -> torch.Tensor:
+def _plain(layers: Iterable[nn.Module], rope: Any, x: torch.Tensor) -> torch.Tensor:
     for layer in layers:
         x = layer(x, rope)
     return x

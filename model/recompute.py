@@ -69,11 +69,11 @@ def apply(model: GPT, mode: str | Mode | Sequence[str | Mode], host_budget_bytes
     layers: list[Block] = list(model.layers)  # type: ignore[arg-type]
     for layer, one in zip(layers, modes):
         _switch(layer, one, applied, _is_stochastic(model))
-    groups = make_groups(layers, modes)
+    groups = make_groups(range(len(layers)), modes)
     for reason in sorted(set(_reasons_to_warn(model, groups))):
         warnings.warn(reason, stacklevel=2)
     pool = HostPool(host_budget_bytes) if any(one.offload == "async" for one in modes) else None
-    arguments = (groups, pool, applied.activity, _is_stochastic(model))
+    arguments = (model.layers, groups, pool, applied.activity, _is_stochastic(model))
     applied.exchange(model, "run_layers", partial(layer_loop.run_layers, *arguments))
     return applied.activity
 
@@ -98,7 +98,7 @@ def require_active(model: GPT, mode: str | Mode | Sequence[str | Mode]) -> None:
         )
 
 
-def make_groups(layers: Sequence[Block], modes: Sequence[Mode]) -> list[Group]:
+def make_groups(layers: Sequence[int], modes: Sequence[Mode]) -> list[Group]:
     """Cuts the layers where the mode changes, and `full` into its groups (the last one may be ragged)."""
     groups = []
     position = 0

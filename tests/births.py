@@ -48,3 +48,7 @@ class Births(TorchDispatchMode):
 
     def alive_bytes(self, layer) -> int:
         return sum(nbytes for nbytes, _ in self.alive(layer))
+
+    def all_alive_bytes(self) -> int:
+        """Bytes of all that was made and lives, host memory included."""
+        return sum(nbytes for reference, _, nbytes, _ in self.born.values() if reference() is not None)
