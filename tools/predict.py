@@ -2,22 +2,54 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
-from tools.trials import Point, Variant
-from training.recipe import Recipe
+from tools.search import find_boundary
+from tools.trials import Point, Variant, overrides
+from training.planner import Device, Planner
+from training.recipe import Recipe, load
 
 
 class Predictor:
-    """Predictions for a sweep's variants; None where there are none. A search is right without them, and longer."""
+    """Predictions for a sweep's trials; None where the planner has none. A search is right without them, but longer.
 
-    def __init__(self, recipe: Recipe, axis: str, facts: dict[str, Any]) -> None:
-        self.recipe, self.axis, self.facts = recipe, axis, facts
+    file: the sweep's resolved recipe. facts: of tools.machine. vocab_size: the prepared data's.
+    """
 
-    def longest(self, variant: Variant) -> int | None:
+    def __init__(self, recipe: Recipe, file: str, axis: str, facts: dict[str, Any], vocab_size: int) -> None:
+        self.recipe, self.file, self.axis, self.facts = recipe, file, axis, facts
+        self.vocab = f"model.vocab_size={recipe.model.vocab_size or vocab_size}"
+        self.problems: dict[str, str] = {}  # by mode: why there is no prediction
+
+    def longest(self, variant: Variant, granularity: int, maximum: int) -> int | None:
         """The largest size that should fit."""
-        return None
+        first = Point(variant, self.recipe.seq_length, self.recipe.micro_batch_size)
+        try:
+            if self.axis == "seq_length":
+                return self._planner(variant, first.micro_batch_size).longest(granularity, maximum).longest
+            fits = lambda size: not self._planner(variant, size).fits(self.recipe.seq_length)  # noqa: E731
+            return find_boundary(fits, self.recipe.micro_batch_size, granularity, maximum).longest
+        except Exception as error:  # whatever is wrong with a plan, measuring goes on without it
+            self.problems[variant.mode] = f"{type(error).__name__}: {error}"
+            return None
 
     def peak(self, point: Point) -> int | None:
         """Device bytes at the peak of a step."""
-        return None
+        if point.variant.mode in self.problems:
+            return None
+        try:
+            planner = self._planner(point.variant, point.micro_batch_size)
+            return int(planner.candidates(point.seq_length).max())
+        except Exception as error:
+            self.problems[point.variant.mode] = f"{type(error).__name__}: {error}"
+            return None
+
+    @cache  # noqa: B019 (as long-lived as the sweep)
+    def _planner(self, variant: Variant, micro_batch_size: int) -> Planner:
+        facts, recipe = self.facts, self.recipe
+        words = overrides(recipe, Point(variant, recipe.seq_length, micro_batch_size), facts["world_size"])
+        kind = "cuda" if facts["device_memory_bytes"] else "cpu"
+        budget_bytes = recipe.budget_bytes or facts["device_memory_bytes"]
+        device = Device(kind, facts["device"], budget_bytes, recipe.host_budget_bytes)
+        return Planner(load(self.file, [*words, self.vocab]), variant.mode, device, facts["world_size"])

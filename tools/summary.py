@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tools.timing import bases, by_importance
 from tools.trials import Question, Variant
-from training.run import FAILED, write_json
+from training.run import FAILED, write_json, write_whole
 
 if TYPE_CHECKING:
     from tools.sweep import Found, Sweep
@@ -117,7 +117,31 @@ def _timings(sweep: Sweep, variant: Variant, sizes: list[int]) -> list[dict[str,
 
 
 def write(folder: Path, summary: dict[str, Any]) -> None:
+    """summary.json, and memory.json: where the memory of a step went, per mode, at the size all modes were timed at."""
+    memory = _memory(folder, summary)
+    if memory["modes"]:
+        write_whole(folder / "memory.json", json.dumps(memory) + "\n")
     write_json(folder / "summary.json", summary)
+
+
+def _memory(folder: Path, summary: dict[str, Any]) -> dict[str, Any]:
+    axis, modes = summary["axis"], summary["modes"]
+    followed = [t[axis] for mode in modes.values() for t in mode["timings"] if t["memory"]]
+    at = statistics.mode(followed) if followed else 0
+    rows = {n: t for n, mode in modes.items() for t in mode["timings"] if t["memory"] and t[axis] == at}
+    contents = {name: json.loads((folder / row["memory"]).read_text(encoding="utf-8")) for name, row in rows.items()}
+    for content in contents.values():
+        points = content["timeline"]
+        content["timeline"] = {key: [p[key] for p in points] for key in (points[0] if points else ())}
+    return {"axis": axis, "size": at, "modes": contents}
+
+
+def read_memory(folder: Path) -> dict[str, Any]:
+    """memory.json of a sweep; empty when nothing was followed."""
+    try:
+        return json.loads((folder / "memory.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
 
 
 def read(folder: Path) -> dict[str, Any]:

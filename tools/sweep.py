@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools import machine, processes, summary
+from tools import machine, processes, publish, summary
 from tools.predict import Predictor
 from tools.search import Boundary, find_boundary
 from tools.sweep_display import Display
@@ -64,7 +64,7 @@ class Sweep:
         lengths = axis == "seq_length"
         self.granularity = recipe.sweep.granularity if lengths else 1
         self.maximum = recipe.sweep.seq_max if lengths else LARGEST_BATCH
-        self.found = {v: Found(predictor.longest(v)) for v in variants(recipe)}
+        self.found = {v: Found(predictor.longest(v, self.granularity, self.maximum)) for v in variants(recipe)}
         self.left_out: list[Timing] = []
         self._start_s = time.monotonic()
 
@@ -258,7 +258,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--axis", choices=AXES, default=AXES[0], help="what is searched; the other stays as it is")
     parser.add_argument("--processes", metavar="N", type=int, help="ranks; default one per GPU, or one on CPU")
     parser.add_argument("--out", metavar="DIR", type=Path, help="the sweep's folder; default sweeps/<recipe name>")
-    parser.add_argument("--publish", action="store_true", help="write the recommendation to results/DECISIONS.md too")
+    parser.add_argument("--publish", action="store_true", help=publish.HELP)
     return parser.parse_intermixed_args(arguments)
 
 
@@ -270,12 +270,12 @@ def main(arguments: list[str] | None = None) -> int:
         default = recipe.name if given.axis == AXES[0] else f"{recipe.name}-{given.axis}"
         folder = given.out or ROOT / "sweeps" / default
         lock = take(folder, recipe)
-        data.prepare(recipe.data, show=True)
+        vocab_size = data.Dataset(data.prepare(recipe.data, show=True)).vocab_size
         facts = machine.facts(given.processes)
     except (RecipeError, data.DataError, OSError) as error:
         print(error, file=sys.stderr)
         return run.USAGE
-    predictor = Predictor(recipe, given.axis, facts)
+    predictor = Predictor(recipe, str(folder / "recipe.yaml"), given.axis, facts, vocab_size)
     trials = Trials(folder, recipe, facts, predictor.peak)
     run.write_json(folder / "environment.json", run.environment() | facts | {"code": trials.code})
     names = {v: label(v, len(recipe.sweep.attention)) for v in variants(recipe)}
@@ -291,11 +291,13 @@ def main(arguments: list[str] | None = None) -> int:
     return finish(folder, given.publish)
 
 
-def finish(folder: Path, publish: bool) -> int:
-    from tools import report
+def finish(folder: Path, publishing: bool) -> int:
+    from tools import report  # imports matplotlib and TensorBoard
 
-    report.write(folder, publish=publish)
+    report.write(folder)
     report.show(folder)
+    if publishing:
+        print(f"published in {publish.publish(folder)}")
     return summary.exit_code(summary.read(folder))
 
 

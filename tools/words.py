@@ -11,7 +11,9 @@ def size(nbytes: float | None) -> str:
     """Like 512 MiB or 23.4 GiB."""
     if nbytes is None:
         return "-"
-    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.0f} MiB"
+    if nbytes >= GIB:
+        return f"{nbytes / GIB:.2f} GiB"
+    return f"{nbytes / MIB:.{0 if nbytes >= 10 * MIB else 1}f} MiB"
 
 
 def count(number: float | None) -> str:
