@@ -18,6 +18,11 @@ aten = torch.ops.aten
 MIB, GIB = 2**20, 2**30
 ALLOCATOR_BLOCK = 512  # c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize: what every request is rounded up to
 
+CONTEXT_BYTES = 640 * MIB  # CUDA context, cuBLAS and kernels loaded by torch: outside the allocator; 400 to 800 MiB
+CUBLAS_WORKSPACE_BYTES = 32 * MIB  # torch, CUDABlas: one workspace from the allocator, 32 MiB on Hopper, 8 MiB before
+OWN_KERNEL_TILES_BYTES = 32 * MIB  # model/rowwise.py works on float32 tiles of 2^22 elements on a GPU
+FRAGMENTATION = 0.03  # of the peak: memory the allocator reserves in 2 MiB and 20 MiB blocks, and cannot join
+
 # Kernels whose gradients torch adds up in place when no dispatch mode watches, as none does in a real CUDA step.
 _FORK_ADD = aten.add.Tensor
 
@@ -25,6 +30,21 @@ _FORK_ADD = aten.add.Tensor
 def rounded(nbytes: int) -> int:
     """What the allocator gives out for a request, and counts as allocated."""
     return -(-nbytes // ALLOCATOR_BLOCK) * ALLOCATOR_BLOCK
+
+
+def fragmentation_bytes(peak_bytes: float) -> float:
+    """An allowance: what the allocator reserves beyond what it has given out at the peak."""
+    return FRAGMENTATION * peak_bytes + 20 * MIB
+
+
+def allowances(peak_bytes: float) -> dict[str, int]:
+    """What is added for CUDA by name, that a person can disagree with; the first two are in the peak already."""
+    return {
+        "cublas_workspace": CUBLAS_WORKSPACE_BYTES,
+        "own_kernel_tiles": OWN_KERNEL_TILES_BYTES,
+        "allocator_fragmentation": int(fragmentation_bytes(peak_bytes)),
+        "cuda_context": CONTEXT_BYTES,
+    }
 
 
 def stored_bytes(func: Any, index: int, nbytes: int) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 
 from model.modes import Mode
 from model.recompute import make_groups
-from training.storages import KINDS
+from training.kinds import KINDS
 from training.trace import LAYER_MARKS, Interval, Job, Trace, trace
 from training.work import Work
 
@@ -92,6 +92,7 @@ class Step:
     start: np.ndarray
     peak: np.ndarray
     host_peak: np.ndarray
+    start_kinds: np.ndarray  # [intervals, kinds], when the interval begins
     kinds: np.ndarray  # [intervals, kinds], at the peak
     owners: list[tuple[str, str, str]]
     after_forward: int  # index of the first interval of backward
@@ -121,6 +122,7 @@ def extend(traced: Trace, modes: tuple[Mode, ...], stands_in: Sequence[int]) -> 
     start: list[int] = []
     peak: list[int] = []
     host_peak: list[int] = []
+    start_kinds: list[np.ndarray] = []
     kinds: list[np.ndarray] = []
     owners: list[tuple[str, str, str]] = []
     work: dict[str, dict[str, Work]] = {}
@@ -136,14 +138,14 @@ def extend(traced: Trace, modes: tuple[Mode, ...], stands_in: Sequence[int]) -> 
             start.append(live + interval.start_bytes - base)
             peak.append(live + interval.peak_bytes - base)
             host_peak.append(host + interval.peak_host_bytes - base_host)
+            start_kinds.append(kinds_live + np.subtract(interval.start_kinds_bytes, intervals[0].start_kinds_bytes))
             kinds.append(kinds_live + np.subtract(interval.kinds_bytes, intervals[0].start_kinds_bytes))
             owners.append(_renamed_owner(interval.owner, segment[1], layer))
             _add(work.setdefault(_phase(segment), {}), interval.work)
         net = nets[segment]
         live, host, kinds_live = live + net[0], host + net[1], kinds_live + net[2]
-    return Step(
-        marks, np.array(start), np.array(peak), np.array(host_peak), np.array(kinds), owners, after_forward, work, live
-    )
+    arrays = (np.array(column) for column in (start, peak, host_peak, start_kinds, kinds))
+    return Step(marks, *arrays, owners, after_forward, work, live)
 
 
 def _segments(traced: Trace) -> dict[Segment, list[Interval]]:

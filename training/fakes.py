@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from model import attention_tiles, gpt, host, loss_tiles, mlp_tiles, offload_deepspeed
+from model import attention_tiles, gpt, host, loss_tiles, mlp_tiles, offload_deepspeed, tile_parts
 from model.region import is_parameter
 
 
@@ -81,36 +81,29 @@ def _deepspeed_checkpoint(cuda: bool, function: Any, x: torch.Tensor, activity: 
 # Tiles
 
 
-class _Representative(list):
-    """The first, the second and the last tile of a loop: all others are as the second."""
+class _Weighed(list):
+    """The tiles that a loop runs on fake tensors: with more than three, the second one stands for all but two."""
 
-    def __init__(self, length: int, step: int, weigh: Callable[[float], None]) -> None:
-        count = max(1, -(-length // step))
-        chosen = range(count) if count <= 3 else (0, 1, count - 1)
-        super().__init__(slice(i * step, min((i + 1) * step, length)) for i in chosen)
-        self.repeats, self.weigh = count - 2 if count > 3 else 1, weigh
+    def __init__(self, tiles: list[slice], count: int, weigh: Callable[[float], None]) -> None:
+        super().__init__(tiles)
+        self.stand_in, self.weigh = count - len(tiles) + 1, weigh
 
     def __iter__(self) -> Iterator[slice]:
         for i, tile in enumerate(super().__iter__()):
-            self.weigh(self.repeats if i == 1 else 1)
+            self.weigh(self.stand_in if i == 1 else 1)
             yield tile
         self.weigh(1)
 
 
 @contextlib.contextmanager
-def tiles(job: Any, weigh: Callable[[float], None]) -> Iterator[None]:
-    """Loops over tiles of tokens run three tiles, so that a trace costs the same at every length.
+def tiles_weighed(weigh: Callable[[float], None]) -> Iterator[None]:
+    """Tells how many tiles the one that runs stands for: model.tile_parts.slices leaves out most for fake tensors."""
 
-    What a tile makes goes into buffers of the whole length, so that leaving tiles out changes no byte. Attention
-    tiles with dropout are the exception: they are joined, and must all be there.
-    """
+    def slices(x: torch.Tensor, step: int) -> list[slice]:
+        return _Weighed(tile_parts.slices(x, step), -(-len(x) // step), weigh)
 
-    def slices(length: int, step: int) -> list[slice]:
-        return _Representative(length, step, weigh)
-
-    modules = [loss_tiles, mlp_tiles] + ([] if job.config.hidden_dropout else [attention_tiles])
     with contextlib.ExitStack() as stack:
-        for module in modules:
+        for module in (loss_tiles, mlp_tiles, attention_tiles):
             stack.enter_context(exchanged(module, slices=slices))
         yield
 

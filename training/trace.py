@@ -27,7 +27,8 @@ from model.modes import Mode
 from model.replay import is_recomputing
 from training import cuda_layout, fakes
 from training.places import Places, graph_task
-from training.storages import ACTIVATIONS, GRADIENTS, LOSS, OTHER, TEMPORARY, Storages
+from training.kinds import ACTIVATIONS, GRADIENTS, LOSS, OTHER, TEMPORARY
+from training.storages import Storages
 from training.work import Work, work_of
 
 Mark = tuple[str, Any]  # what begins an interval: a kind, and the layer, module or parameter it is about
@@ -176,7 +177,7 @@ class _Recorder:
             self._host_start = host.live_bytes(True)
             self._host_peak = 0
             stack.callback(self.books.close)
-            stack.enter_context(fakes.tiles(self.job, self._weigh))
+            stack.enter_context(fakes.tiles_weighed(self._weigh))
             stack.enter_context(self.books)
             for tensor in (*self.model.parameters(), *inputs):
                 self.books.see(tensor, "")

@@ -7,7 +7,7 @@ from typing import Any
 
 from training.engine_memory import STEP_BYTES, EngineMemory, Mark, Parameter
 from training.recipe import Recipe
-from training.storages import GRADIENTS, OPTIMIZER, PARAMETERS
+from training.kinds import GRADIENTS, OPTIMIZER, PARAMETERS
 
 NORM_BYTES = 8  # DeepSpeed takes norms of gradients in float64, one tensor at a time
 ALLREDUCE_ELEMENTS = 500_000_000  # deepspeed/runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE
