@@ -56,16 +56,11 @@ Record = dict[str, Any]
 
 
 def shape(small: bool, style: dict[str, Any], length: int, attention: str = "sdpa") -> GPTConfig:
-    width = {"hidden_size": 64, "num_attention_heads": 4} if small else {"hidden_size": 2048, "num_attention_heads": 16}
-    rows = length if style is GPT2 else None
-    return GPTConfig(
-        num_layers=4,
-        vocab_size=512 if small else 32768,
-        attention=attention,
-        max_position_embeddings=rows,
-        **width,
-        **style,
+    fields: dict[str, Any] = {"num_layers": 4, "vocab_size": 512 if small else 32768, "attention": attention, **style}
+    fields |= (
+        {"hidden_size": 64, "num_attention_heads": 4} if small else {"hidden_size": 2048, "num_attention_heads": 16}
     )
+    return GPTConfig(**fields, max_position_embeddings=length if style is GPT2 else None)
 
 
 def gradients(model: GPT, mode: str, tokens: torch.Tensor) -> list[torch.Tensor]:
@@ -198,7 +193,8 @@ def overlap(step: Callable[[], None]) -> dict[str, float]:
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         step()
         torch.cuda.synchronize()
-    copies, kernels = [], []
+    copies: list[tuple[float, float]] = []
+    kernels: list[tuple[float, float]] = []
     for event in profiled.events():
         if event.device_type.name != "CUDA":
             continue
@@ -250,7 +246,7 @@ def compared(recipe: Any, here: world.World, device: torch.device) -> Record:
                 peaks["reserved_bytes"] = torch.cuda.max_memory_reserved(device)
     except torch.OutOfMemoryError as error:
         peaks["error"] = str(error)
-    engine = None
+    engine = None  # type: ignore[assignment]
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
