@@ -92,7 +92,7 @@ def _longest(summary: dict[str, Any]) -> Figure:
         value, predicted = longest_of(summary, name), entry["predicted_longest_context"]
         farthest = max(farthest, value, predicted or 0)
         look: Any = {"color": ("white", "#b0c4d8", "#e0c9a6")[place % 3], "hatch": ("///", "", "...")[place % 3]}
-        label = entry["attention"] if row == 0 and len(attentions) > 1 else None
+        label = f"{entry['attention']} attention" if row == 0 and len(attentions) > 1 else None
         axes.barh(y, value, height * 0.9, edgecolor="black", linewidth=0.8, label=label, **look)
         if predicted:
             axes.plot(predicted, y, "kd", markersize=4, zorder=3, label="planned" if not row and not place else None)
@@ -106,16 +106,23 @@ def _longest(summary: dict[str, Any]) -> Figure:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: count(x)))
     lengths = summary["axis"] == "seq_length"
     axes.set_xlabel(f"longest {AXIS_NAMES['seq_length']}" if lengths else f"largest {AXIS_NAMES['micro_batch_size']}")
-    axes.set_title(f"{'Longest context' if lengths else 'Largest micro-batch'}: {_where(summary)}", loc="left")
+    title = "Longest context by mode" if lengths else "Largest micro-batch by mode"
+    figure.suptitle(f"{title}\n{_where(summary)}", x=0.01, ha="left", fontsize=10)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="lower right", title="attention" if len(attentions) > 1 else None)
+        figure.legend(loc="outside lower center", ncols=4)
     return figure
 
 
 def _curves(summary: dict[str, Any], what: str, name: str) -> Figure:
     attentions, modes, axis = _attentions(summary), _modes(summary), summary["axis"]
     figure, panels = plt.subplots(
-        1, len(attentions), figsize=(3.2 + 4 * len(attentions), 4.2), sharey=True, squeeze=False, layout="constrained"
+        1,
+        len(attentions),
+        figsize=(3.2 + 4 * len(attentions), 4.2),
+        sharex=True,
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
     )
     sizes = [t[axis] for mode in summary["modes"].values() for t in mode["timings"] if t[what]]
     for panel, attention in zip(panels[0], attentions):
@@ -175,8 +182,8 @@ def _breakdown(summary: dict[str, Any], memory: dict[str, Any]) -> Figure:
         KINDS, shades, HATCHES[:1] + HATCHES[4:5] + HATCHES[2:4] + HATCHES[1:2] + HATCHES[5:7]
     ):
         values = [modes[name]["breakdown_bytes"].get(kind, 0) / unit for name in modes]
-        if not any(values):
-            continue
+        if max(values) * unit < 2**-10 * max(m["peak_device_bytes"] for m in modes.values()):
+            continue  # too little to be seen
         axes.barh(
             list(modes),
             values,
@@ -191,13 +198,9 @@ def _breakdown(summary: dict[str, Any], memory: dict[str, Any]) -> Figure:
         left = {name: left[name] + value for name, value in zip(modes, values)}
     for row, name in enumerate(modes):
         after = modes[name]["after_forward_device_bytes"] / unit
-        axes.plot(
-            [after, after],
-            [row - 0.42, row + 0.42],
-            color="#D55E00",
-            linewidth=2.2,
-            label=None if row else "after forward",
-        )
+        for colour, width in (("white", 5), ("black", 2.5)):
+            label = "after forward" if row == 0 and colour == "black" else None
+            axes.plot([after, after], [row - 0.42, row + 0.42], color=colour, linewidth=width, label=label)
         axes.text(
             left[name],
             row,
@@ -210,7 +213,7 @@ def _breakdown(summary: dict[str, Any], memory: dict[str, Any]) -> Figure:
     axes.set_xlim(0, max(left.values()) * 1.1)
     axes.set_xlabel(f"device memory at the peak of a step, {unit_name}")
     what = f"{count(memory['size'])} {'tokens' if summary['axis'] == 'seq_length' else 'samples'}"
-    axes.set_title(f"What holds the memory at {what}: {_where(summary)}", loc="left")
+    figure.suptitle(f"What holds the memory at {what}\n{_where(summary)}", x=0.01, ha="left", fontsize=10)
     figure.legend(loc="outside lower center", ncols=4)
     return figure
 
@@ -230,7 +233,7 @@ def _timeline(summary: dict[str, Any], memory: dict[str, Any]) -> Figure:
     figure, panels = plt.subplots(
         len(names),
         1,
-        figsize=(7.6, 1.0 + 1.55 * len(names)),
+        figsize=(7.6, 1.2 + 1.55 * len(names)),
         sharex=True,
         sharey=True,
         squeeze=False,
@@ -269,5 +272,5 @@ def _timeline(summary: dict[str, Any], memory: dict[str, Any]) -> Figure:
     panels[-1, 0].set_xlim(left=0)
     panels[-1, 0].set_xlabel("operation of the step, in order")
     what = f"{count(memory['size'])} {'tokens' if summary['axis'] == 'seq_length' else 'samples'}"
-    figure.suptitle(f"Live device memory over one step at {what}", x=0.01, ha="left", fontsize=10)
+    figure.suptitle(f"Live device memory over one step at {what}\n{_where(summary)}", x=0.01, ha="left", fontsize=10)
     return figure

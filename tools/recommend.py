@@ -17,43 +17,40 @@ ALIKE = 0.03  # a mode whose fastest step takes at most so much longer than the 
 
 @dataclass(frozen=True)
 class Choice:
-    """A mode at a size: the fastest that fits there."""
+    """The fastest mode for every size from `begin` to `end`, compared with all that fit there at the size `at`."""
 
     mode: str
-    at: int  # size, on the sweep's axis
-    tokens_per_s: float
-    peak_device_bytes: int
+    begin: int
+    end: int
+    at: int
     alike: tuple[str, ...]  # modes whose steps are about as fast
 
 
-def by_size(summary: dict[str, Any]) -> list[Choice]:
-    """For every size at which all modes that fit were timed, the fastest; by rising size."""
+def choices(summary: dict[str, Any]) -> list[Choice]:
+    """What to use, by rising size. Sizes at which the modes that fit were never timed together are left out."""
     axis, modes = summary["axis"], summary["modes"]
-    longest = {name: longest_of(summary, name) for name in modes}
-    speeds: dict[int, dict[str, dict[str, Any]]] = {}
-    for name, mode in modes.items():
-        for timing in mode["timings"]:
-            speeds.setdefault(timing[axis], {})[name] = timing
-    choices = []
-    for at in sorted(speeds):
-        fitting = {name for name, end in longest.items() if end >= at}
-        if fitting - speeds[at].keys():
-            continue  # a faster one may be among those not timed here
-        best_s = min(t["step_time_s"] for t in speeds[at].values())
-        alike = [n for n, t in speeds[at].items() if t["step_time_spread_s"][0] <= best_s * (1 + ALIKE)]
-        name, *others = sorted(alike, key=list(modes).index)  # of equals the first, which does the least
-        timing = speeds[at][name]
-        choices.append(Choice(name, at, timing["tokens_per_s"], timing["peak_device_bytes"], tuple(others)))
-    return choices
+    timed = {name: {t[axis]: t for t in mode["timings"]} for name, mode in modes.items()}
+    found: list[Choice] = []
+    begin = 1
+    for end in sorted({longest_of(summary, name) for name in modes} - {0}):
+        fitting = [name for name in modes if longest_of(summary, name) >= end]
+        common = [at for at in timed[fitting[0]] if at <= end and all(at in timed[name] for name in fitting)]
+        if common:
+            at = max(common)
+            best_s = min(timed[name][at]["step_time_s"] for name in fitting)
+            alike = [n for n in fitting if timed[n][at]["step_time_spread_s"][0] <= best_s * (1 + ALIKE)]
+            name, *others = alike  # of equals the first, which does the least
+            if found and found[-1].mode == name:
+                begin = found.pop().begin
+            found.append(Choice(name, begin, end, at, tuple(others)))
+        begin = end + 1
+    return found
 
 
-def frontier(summary: dict[str, Any]) -> list[Choice]:
-    """The points that no other beats in both size and speed, from the fastest to the largest."""
-    best: list[Choice] = []
-    for choice in reversed(by_size(summary)):
-        if not best or choice.tokens_per_s > best[-1].tokens_per_s:
-            best.append(choice)
-    return best[::-1]
+def speed(summary: dict[str, Any], choice: Choice) -> dict[str, Any]:
+    """The timing of a choice's mode at the largest timed size up to its end."""
+    timings = summary["modes"][choice.mode]["timings"]
+    return max((t for t in timings if t[summary["axis"]] <= choice.end), key=lambda t: t[summary["axis"]])
 
 
 def longest_of(summary: dict[str, Any], name: str) -> int:
@@ -64,43 +61,39 @@ def longest_of(summary: dict[str, Any], name: str) -> int:
 
 def lines(summary: dict[str, Any]) -> Iterator[str]:
     """The recommendation, a sentence for each case, with its reason."""
-    chosen = by_size(summary)
+    chosen = choices(summary)
     if not chosen:
         yield "Nothing can be recommended: no mode was timed. Raise the budget, or lower the granularity."
         return
-    batch = summary["axis"] == "micro_batch_size"
-    what = "A micro-batch of" if batch else "A context of"
-    unit = "" if batch else " tokens"
-    begin = 0
+    axis = summary["axis"]
+    what, unit = ("A context of", " tokens") if axis == "seq_length" else ("A micro-batch of", " samples")
     for i, choice in enumerate(chosen):
-        following = chosen[i + 1] if i + 1 < len(chosen) else None
-        if following and following.mode == choice.mode:
-            continue
-        reach = f"up to {count(choice.at)}{unit}" if not begin else f"{count(begin)} to {count(choice.at)}{unit}"
-        speed = f"{count(choice.tokens_per_s)} tokens/s there"
-        yield f"{what} {reach}: `{choice.mode}`, {speed}. {_reason(summary, choice)}"
-        begin = choice.at + 1
-    for choice in frontier(summary):
-        yield (
-            f"At least {count(choice.tokens_per_s)} tokens/s: {count(choice.at)}{unit} with `{choice.mode}`,"
-            f" at a peak of {size(choice.peak_device_bytes)}."
-        )
+        timing = speed(summary, choice)
+        reach = "up to" if i == 0 else f"{count(choice.begin)} to"
+        run = f"{count(timing['tokens_per_s'])} tokens/s at {count(timing[axis])}"
+        reason = _reason(summary, choice, chosen[i - 1] if i else None)
+        yield f"{what} {reach} {count(choice.end)}{unit}: `{choice.mode}`, {run}. {reason}"
+    fastest_first = [(speed(summary, choice), choice) for choice in chosen]
+    for i, (timing, choice) in enumerate(fastest_first):
+        if all(timing["tokens_per_s"] > later["tokens_per_s"] for later, _ in fastest_first[i + 1 :]):
+            yield (
+                f"At least {count(timing['tokens_per_s'])} tokens/s: up to {count(timing[axis])}{unit} with"
+                f" `{choice.mode}`, at a peak of {size(timing['peak_device_bytes'])}."
+            )
 
 
-def _reason(summary: dict[str, Any], choice: Choice) -> str:
-    gone = [name for name in summary["modes"] if longest_of(summary, name) < choice.at]
+def _reason(summary: dict[str, Any], choice: Choice, before: Choice | None) -> str:
     reasons = []
+    if before:
+        reasons.append(f"`{before.mode}` ends at {count(longest_of(summary, before.mode))}")
+    reasons.append(f"of what fits, nothing is faster at {count(choice.at)}")
     if choice.alike:
-        reasons.append(f"about as fast: {', '.join(f'`{n}`' for n in choice.alike)}")
-    if gone:
-        ends = ", ".join(f"`{n}` ends at {count(longest_of(summary, n))}" for n in gone)
-        reasons.append(f"too long for others ({ends})" if len(gone) < len(summary["modes"]) else ends)
-    overhead = summary["modes"][choice.mode]["overhead"]
-    if overhead and summary["modes"][choice.mode]["mode"] != "none":
-        at = summary["modes"][choice.mode]["overhead_at"]
-        reasons.append(f"its step takes {times(overhead)} of `none` at {count(at)}")
-    text = "; ".join(reasons) or "no mode that fits is faster"
-    return text[0].upper() + text[1:] + "."
+        reasons.append(f"about as fast there: {', '.join(f'`{n}`' for n in choice.alike)}")
+    mode = summary["modes"][choice.mode]
+    if mode["overhead"] and mode["mode"] != "none":
+        reasons.append(f"its step takes {times(mode['overhead'])} of `none`'s at {count(mode['overhead_at'])}")
+    text = "; ".join(reasons)
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def order(summary: dict[str, Any]) -> Iterator[tuple[str, str, float | None]]:
@@ -108,14 +101,17 @@ def order(summary: dict[str, Any]) -> Iterator[tuple[str, str, float | None]]:
     modes = summary["modes"]
     for name, entry in modes.items():
         for other, beyond in modes.items():
-            same = entry["attention"] == beyond["attention"]
-            if name != other and same and _keeps_no_more(parse(beyond["mode"]), parse(entry["mode"])):
+            if name == other or entry["attention"] != beyond["attention"]:
+                continue
+            if _keeps_no_more(parse(beyond["mode"]), parse(entry["mode"]), entry["attention"]):
                 mine, theirs = longest_of(summary, name), longest_of(summary, other)
                 yield name, other, theirs / mine if mine else None
 
 
-def _keeps_no_more(a: Mode, b: Mode) -> bool:
+def _keeps_no_more(a: Mode, b: Mode, attention: str) -> bool:
     """Whether `a` keeps a part of what `b` keeps on the device, by what the modes mean (groups are left out)."""
+    if attention == "unfused" and "attention" in a.keep and "core_attn" in b.modules:
+        return False  # to keep unfused attention is to keep its scores, which b does not
     if any((m.grouping, m.group) != ("uniform", 1) for m in (a, b)) or (b.offload and not a.offload):
         return False
     rank = {"none": 0, "selective": 1, "full": 2}

@@ -22,8 +22,8 @@ from training.metrics import duration
 from training.run import USAGE, write_whole
 
 COLUMNS = (
-    *("mode", "longest context", "limited by", "planned", "measured / planned", "peak", "after forward", "host"),
-    *("tokens/s", "step, s", "x none", "at", "trials"),
+    *("mode", "longest context", "limit", "planned", "peak", "after forward", "host", "tokens/s", "step, s"),
+    *("x none", "at", "trials"),
 )
 PICTURES = {
     "longest_context": "Longest context by mode",
@@ -43,8 +43,7 @@ def rows(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
             name,
             mode["status"] if stopped else count(longest) if longest else "nothing fits",
             mode["limited_by"] or "-",
-            count(planned),
-            "-" if stopped or not planned else "equal" if planned == longest else f"{longest / planned:.3f}",
+            "-" if planned is None else count(planned) + (" =" if planned == longest and not stopped else ""),
             size(mode["peak_device_bytes"]),
             size(mode["after_forward_device_bytes"]),
             size(mode["peak_host_bytes"]) if mode["peak_host_bytes"] else "-",
@@ -71,7 +70,7 @@ def show(folder: Path) -> None:
     console = Console(width=None if wide else 160, highlight=False)
     table = Table(title=_title(found), title_justify="left")
     for i, name in enumerate(columns(found)):
-        table.add_column(name, justify="right" if i else "left", overflow="fold")
+        table.add_column(name, justify="right" if i else "left", overflow="fold", no_wrap=not i)
     for row in rows(found):
         table.add_row(*row)
     console.print(table)
@@ -110,7 +109,7 @@ def _report(folder: Path, found: dict[str, Any], drawn: list[str]) -> Iterator[s
     yield from _table(columns(found), rows(found))
     yield ""
     yield "Peak and after-forward are live device bytes. `x none` is the step time relative to mode `none` under the"
-    yield "same attention and at the same size (`at`)."
+    yield "same attention and at the same size (`at`). `=`: the plan said just that."
     yield from _problems(found)
     yield ""
     yield "## What to use"

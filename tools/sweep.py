@@ -97,8 +97,11 @@ class Sweep:
         guess = found.boundary.longest if found.boundary else found.predicted
 
         def fits(size: int) -> bool:
-            found.tried[size] = self.ask(Question(self.point(variant, size), "fit", self.recipe.sweep.steps))
-            return found.tried[size]["status"] == "completed"
+            point = self.point(variant, size)
+            expected = size == found.predicted  # likely the longest, whose speed is wanted: settle both in one trial
+            record = self.ask(self._timing(point, 0) if expected else Question(point, "fit", self.recipe.sweep.steps))
+            found.tried[size] = record
+            return record["status"] == "completed"
 
         try:
             start = guess if guess is not None else getattr(self.recipe, self.axis)
@@ -139,15 +142,18 @@ class Sweep:
             done.update(group)
         self.left_out = [t for t in wanted if t not in done]
 
+    def _timing(self, point: Point, round: int) -> Question:
+        follow = not machine.has_gpu()  # on a CPU every operation is followed anyway
+        return Question(point, "timing", self.recipe.sweep.timing_steps, round, memory=follow)
+
     def _time(self, timing: Timing, round: int, memory: bool) -> None:
         found = self.found[timing.variant]
         if found.longest < timing.size:
             return
-        point, steps = self.point(timing.variant, timing.size), self.recipe.sweep.timing_steps
-        follow = memory and not machine.has_gpu()  # on a CPU every operation is followed anyway
+        point = self.point(timing.variant, timing.size)
         try:
-            record = self.ask(Question(point, "timing", steps, round, memory=follow))
-            if memory and not follow and record["status"] == "completed":
+            record = self.ask(self._timing(point, round))
+            if memory and machine.has_gpu() and record["status"] == "completed":
                 self.ask(Question(point, "memory", self.recipe.sweep.steps, memory=True))
         except NoAnswerError as stop:
             found.problem = stop.record
@@ -165,8 +171,7 @@ class Sweep:
     def _cost_s(self, timing: Timing) -> float:
         """Seconds a timing will take: nothing when it is on record, else scaled from the nearest trial of its kind."""
         steps, rounds = self.recipe.sweep.timing_steps, self.recipe.sweep.timing_rounds
-        point = self.point(timing.variant, timing.size)
-        if self.trials.known(Question(point, "timing", steps, rounds - 1)):
+        if self.trials.known(self._timing(self.point(timing.variant, timing.size), rounds - 1)):
             return 0.0
         like = [r for r in self.trials.records if r["mode"] == timing.variant.mode and r["status"] == "completed"]
         like = [r for r in like if r["attention"] == timing.variant.attention] or like
