@@ -135,7 +135,10 @@ def _run_hooked(
     x: torch.Tensor,
     rope: Any,
 ) -> torch.Tensor:
-    transfers = Transfers(pool, x, rope or (), len(groups), activity) if pool else None
+    transfers = None
+    if pool:
+        pool.begin(x.shape, reserved_bytes=x.nbytes * sum(group.mode.offload == "deepspeed" for group in groups))
+        transfers = Transfers(pool, x, rope or (), len(groups), activity)
     keeper = Keeper(transfers)
     with keeper.around_layers():
         for index, group in enumerate(groups):

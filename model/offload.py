@@ -72,34 +72,42 @@ class HostPool:
     def __init__(self, budget_bytes: int | None) -> None:
         self.budget_bytes = budget_bytes
         self.total_bytes = 0  # free or in use
+        self.reserved_bytes = 0  # for what others move (DeepSpeed)
         self.free: dict[int, list[Slab]] = {}
         self.shape: torch.Size | None = None
         self.streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
 
-    def begin(self, shape: torch.Size) -> None:
+    def begin(self, shape: torch.Size, reserved_bytes: int) -> None:
         """A forward pass over activations of this shape: free slabs of another shape's sizes go."""
         if shape != self.shape:
             self._drop_free()
         self.shape = shape
+        self.reserved_bytes = 0
+        self._make_room(reserved_bytes)
+        self.reserved_bytes = reserved_bytes
 
     def take(self, nbytes: int, pin: bool) -> Slab:
         """A slab of `nbytes`. Raises HostOutOfMemoryError when the budget or the machine has no room for it."""
         if slabs := self.free.get(nbytes):
             return slabs.pop()
-        budget = self.budget_bytes
-        if budget is not None and self.total_bytes + nbytes > budget:
-            self._drop_free()
-            if self.total_bytes + nbytes > budget:
-                raise host.HostOutOfMemoryError(
-                    f"offload asked for {nbytes} bytes of host memory with {self.total_bytes} of its {budget} bytes in "
-                    "use; raise host_budget, shorten seq_length or use a mode that keeps less"
-                )
+        self._make_room(nbytes)
         slab = Slab(nbytes, pin)
         self.total_bytes += slab.allocated_bytes
         return slab
 
     def give(self, slab: Slab) -> None:
         self.free.setdefault(slab.bytes.nbytes, []).append(slab)
+
+    def _make_room(self, nbytes: int) -> None:
+        if self.budget_bytes is None or nbytes + self.total_bytes + self.reserved_bytes <= self.budget_bytes:
+            return
+        self._drop_free()
+        used = self.total_bytes + self.reserved_bytes
+        if nbytes + used > self.budget_bytes:
+            raise host.HostOutOfMemoryError(
+                f"offload asked for {nbytes} bytes of host memory with {used} of its {self.budget_bytes} bytes in use; "
+                "raise host_budget, shorten seq_length or use a mode that keeps less"
+            )
 
     def _drop_free(self) -> None:
         self.total_bytes -= sum(slab.allocated_bytes for slabs in self.free.values() for slab in slabs)
@@ -205,7 +213,6 @@ class Transfers:
     def __init__(
         self, pool: HostPool, x: torch.Tensor, fixed: Sequence[torch.Tensor], groups: int, activity: Activity
     ) -> None:
-        pool.begin(x.shape)
         self.pool, self.activity = pool, activity
         self.fixed = {storage_key(tensor) for tensor in fixed}
         self.last = groups - 1

@@ -33,8 +33,12 @@ def checkpoint(function: Any, x: torch.Tensor, activity: Activity) -> torch.Tens
 
     activity.offloaded_bytes += x.nbytes
     y = ds.non_reentrant_checkpoint(run, x)
-    if (copy := getattr(x, "saved_data", None)) is not None:  # where DeepSpeed keeps it, unless it copies on a stream
-        host.register(copy.untyped_storage())
+    # Where DeepSpeed keeps the copy: with x, or where it copies on a stream, in an engine.
+    engine = getattr(ds, "_cpu_offload_engine", None)
+    copies = [getattr(x, "saved_data", None), *(copy for copy, *_ in getattr(engine, "_tracker", {}).values())]
+    for copy in copies:
+        if copy is not None:
+            host.register(copy.untyped_storage())
     return y
 
 

@@ -72,7 +72,7 @@ def apply(model: GPT, mode: str | Mode | Sequence[str | Mode], host_budget_bytes
     groups = make_groups(range(len(layers)), modes)
     for reason in sorted(set(_reasons_to_warn(model, groups))):
         warnings.warn(reason, stacklevel=2)
-    pool = HostPool(host_budget_bytes) if any(one.offload == "async" for one in modes) else None
+    pool = HostPool(host_budget_bytes) if any(one.offload for one in modes) else None
     arguments = (model.layers, groups, pool, applied.activity, _is_stochastic(model))
     applied.exchange(model, "run_layers", partial(layer_loop.run_layers, *arguments))
     return applied.activity

@@ -85,6 +85,7 @@ def test_only_the_layers_whose_mode_says_so_are_moved():
 def test_a_storage_is_moved_once_however_many_views_of_it_are_saved():
     pool, activity = offload.HostPool(None), recompute.Activity()
     x = torch.rand(4, 6, requires_grad=True) * 1
+    pool.begin(x.shape, 0)
     transfers = offload.Transfers(pool, x, (), 2, activity)
     transfers.begin(0, moving=True)
     views = [x, x.t(), x[1:3], x.view(torch.int32), x[:, ::2].t()]

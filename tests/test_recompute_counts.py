@@ -5,7 +5,6 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import recompute
