@@ -11,6 +11,7 @@ import weakref
 
 import numpy as np
 import pytest
+import tiny as tiny_run
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -22,6 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from model import host
 from model.gpt import GPT, GPTConfig
+from training import build, world
+from training.engine import make_engine
 from training.memory import Meter
 from training.storages import Storages
 
@@ -704,6 +707,42 @@ def test_backward_in_threads_of_autograd_is_followed():
         assert len(threads) > 1
         assert meter.live_bytes == start + 40 + 100  # the gradient, and what was kept
         assert meter.peak_bytes > start + BIG
+
+
+# Bytes per parameter in bf16 between forward and backward of the last micro-batch. Torch adds gradients up in
+# float32; ZeRO 1 holds the float32 master twice while gradients accumulate; ZeRO 3 has no gradients of its own, but
+# partitions of them in its optimizer, and a bucket.
+STATIC = {"torch": (2, 4, 12), "zero0": (2, 2, 12), "zero1": (2, 2, 16), "zero2": (2, 4, 12)}
+
+
+@pytest.mark.parametrize("name", ["torch", "zero0", "zero1", "zero2", "zero3", "zero2-offload", "zero3-offload"])
+def test_every_engine_steps_in_the_same_bytes(name):
+    torch_engine = ["engine.name=torch", "engine.deepspeed_config=null"]
+    zero = ["engine.name=deepspeed", f"engine.deepspeed_config={name}"]
+    settings = tiny_run.load(*(torch_engine if name == "torch" else zero), "precision=bf16")
+    seen = []
+    with Meter() as meter:
+        host_before = meter.host_bytes
+        model = build.build_model(settings)
+        engine = make_engine(settings, model, world.join())
+        meter.track(model, engine.optimizer)
+        gc.disable()
+        try:
+            for number in range(4):
+                meter.reset_peak()
+                engine.train_step(tiny_run.batches(number, engine.accumulation), 1e-3, meter)
+                seen.append((numbers(meter), meter.host_bytes, meter.peak_host_bytes))
+        finally:
+            gc.enable()
+    assert seen[1:] == seen[1:2] * 3
+    assert sum(meter.breakdown_bytes.values()) == meter.peak_bytes
+    after, parameters = meter.after_forward_breakdown_bytes, sum(p.numel() for p in model.parameters())
+    if name in STATIC:
+        found = [after[kind] / parameters for kind in ("parameters", "gradients", "optimizer")]
+        assert found == pytest.approx(STATIC[name], rel=0.01)  # norms' step counts, padding
+    if "offload" in name:
+        # Master weights, their gradients and two moments.
+        assert meter.host_bytes - host_before == pytest.approx(16 * parameters, rel=0.01)
 
 
 def test_an_optimizer_within_an_optimizer_is_known():
