@@ -5,9 +5,10 @@ numbers are exact to the byte and the same on every run. On CUDA the allocator's
 storages are followed there as well when `operations=True`, to name the operation at the peak and to break the
 peak down.
 
-What following cannot see: workspace that a kernel takes and returns within itself, and sparse tensors. And
-torch adds gradients that meet at a fork out of place while any dispatch mode is on, in place otherwise: there
-a followed step really holds one gradient more than an unfollowed one.
+What following does not count: workspace that a kernel takes and returns within itself, what gloo copies in
+threads of its own, and sparse tensors. And torch adds gradients that meet at a fork out of place while any
+dispatch mode is on, in place otherwise: there a followed step really holds one gradient more than an unfollowed
+one (no mode has its peak there).
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Meter:
             raise RuntimeError("this meter is open already: make another one to meter within it")
         device = self._find_device()
         self.kind = device if isinstance(device, str) else device.type
-        self.current_phase, self._failed = "", None
+        self.current_phase = ""
         self._said = self._loss_found = False
         self._phase_births = 0
         self._cuda = CudaMemory(device) if isinstance(device, torch.device) and self.kind == "cuda" else None
@@ -145,7 +146,8 @@ class Meter:
             return "fake"
         for model in self._places.models:
             for parameter in getattr(model(), "parameters", tuple)():
-                return parameter.device
+                if parameter.device.type in ("cpu", "cuda"):
+                    return parameter.device
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def track(self, model: torch.nn.Module | None = None, optimizer: Any = None) -> None:
@@ -193,7 +195,7 @@ class Meter:
 
     @property
     def failed_op(self) -> str:
-        """Who ran out of memory last, in the words of `peak_op`; "" when nobody did."""
+        """Who ran out of memory since `reset_peak`, in the words of `peak_op`; "" when nobody did."""
         origin = self._storages.failed_origin if self._storages and self._storages.failed_origin else self._failed
         return self._places.describe(origin) if origin else ""
 
@@ -240,7 +242,7 @@ class Meter:
     def reset_peak(self) -> None:
         """Start peaks, after-forward and timeline anew from what is alive now: a step starts."""
         self.after_forward_bytes, self.after_forward_breakdown_bytes = 0, _NOTHING.copy()
-        self._peak_host = self.host_bytes
+        self._peak_host, self._failed = self.host_bytes, None
         self._points = Timeline(self._asked_timeline) if self._asked_timeline else None
         if self._storages is not None:
             self._storages.reset_peak()

@@ -210,7 +210,7 @@ class Storages(TorchDispatchMode):
 
     def reset_peak(self) -> None:
         self.peak_bytes, self.peak_by_kind = self.live_bytes, self.by_kind[:]
-        self._peak_birth, self.peak_origin = self.births, None
+        self._peak_birth, self.peak_origin, self.failed_origin = self.births, None, None
 
     # -- kinds -----------------------------------------------------------------------------------------------
 
