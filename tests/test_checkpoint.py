@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny import small_disk
 
 from training import checkpoint
 from training.run import USAGE, RunError
@@ -146,21 +144,6 @@ def test_tensors_stay_on_disk_until_they_are_copied(tmp_path: Path) -> None:
     maps = Path("/proc/self/maps")
     if maps.exists():
         assert str(path / "rank-0.pt") in maps.read_text()
-
-
-@contextlib.contextmanager
-def small_disk(path: Path, size_mib: int) -> Iterator[None]:
-    path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size_mib}m", "tmpfs", str(path)]
-    try:
-        if subprocess.run(command, capture_output=True).returncode:
-            pytest.skip("no right to mount a small disk here")
-    except FileNotFoundError:
-        pytest.skip("no mount command here")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(path)], check=True)
 
 
 def check_full(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -123,6 +124,29 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_curve_is_the_same(
     assert checkpoint.steps_in(tmp_path / "checkpoints") == [7, 6]
     os.truncate(tmp_path / "checkpoints/step-00000007/rank-0.pt", 1000)
     check_goes_on(tmp_path, data, 6, uninterrupted, capsys)
+
+
+def test_a_disk_that_is_full_ends_the_run_with_the_last_checkpoint_intact(
+    tmp_path: Path, data: list[str], uninterrupted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with tiny.small_disk(tmp_path / "disk", 4):
+        run_dir = tmp_path / "disk/run"
+        assert tiny.interrupted(run_dir, data, 4, *SETTINGS) == run.INTERRUPTED
+        filler = tmp_path / "disk/filler"
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while file.write(bytes(4096)):
+                pass
+        filled = filler.stat().st_size
+        for kept in (200 * 1024, 0):  # room for the records but not for a checkpoint; then for nothing at all
+            os.truncate(filler, filled - kept)
+            capsys.readouterr()
+            assert tiny.start(run_dir, data, *SETTINGS) == run.FAILED
+            said = capsys.readouterr().err
+            assert "No space left on device" in said
+            assert "Traceback" not in said
+            assert checkpoint.steps_in(run_dir / "checkpoints")[-1] == 3
+        filler.unlink()
+        check_goes_on(run_dir, data, 4, uninterrupted, capsys)
 
 
 def test_resuming_fits_the_budget_of_the_start(tmp_path: Path, data: list[str]) -> None:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from model import recompute, tiling
+from tools import launch
 from training import build, flops, metrics, recipe, run
 from training.engine import Engine
 
@@ -284,3 +285,35 @@ def test_two_ranks_through_the_launcher_make_one_ranks_curve(tmp_path: Path, dat
     assert result(two)["world_size"] == 2
     for left, right in zip(curve(one), curve(two), strict=True):
         assert [x for x in left if x] == pytest.approx([x for x in right if x], rel=2e-6)
+
+
+FAIL_ON_RANK_1 = """
+import sys
+sys.path[:0] = [{root!r}]
+import train
+from training import engine, world
+original = engine.Engine.train_step
+def broken(self, *args):
+    if self.world.rank == 1 and self.step_number == 1:
+        raise MemoryError("7 bytes wanted")
+    return original(self, *args)
+engine.Engine.train_step = broken
+world.end_process(train.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["torch", "deepspeed"])
+def test_the_first_rank_to_fail_writes_the_result_and_decides_the_exit_code(
+    tmp_path: Path, data: list[str], engine: str
+) -> None:
+    script = tmp_path / "fail.py"
+    script.write_text(FAIL_ON_RANK_1.format(root=str(tiny.ROOT)))
+    words = ["quickstart", *tiny.SETTINGS, *data, f"engine.name={engine}", "--run-dir", str(tmp_path / "run")]
+    command = [str(script) if word.endswith("train.py") else word for word in launch.command(words, [], 2)]
+    environment = launch.environment([], 2)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert ran.returncode == run.HOST_OUT_OF_MEMORY
+    assert result(tmp_path / "run")["status"] == "host_oom"
+    assert ran.stderr.count("host_oom: 7 bytes wanted") == 1
+    assert "Traceback" not in ran.stderr

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,6 +84,22 @@ def little_data(temporary: pytest.TempPathFactory) -> list[str]:
             (text / f"file_{i}.py").write_text("\n".join(lines))
         _data.extend([f"data.sources=[{text}]", f"data.cache_dir={folder / 'cache'}"])
     return _data
+
+
+@contextlib.contextmanager
+def small_disk(path: Path, size_mib: int) -> Iterator[None]:
+    """A disk of its own at `path`; skips the test where there is no right to mount one."""
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size_mib}m", "tmpfs", str(path)]
+    try:
+        if subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("no right to mount a small disk here")
+    except FileNotFoundError:
+        pytest.skip("no mount command here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
 
 
 def start(run_dir: Path, data: list[str], *overrides: str, name: str = "quickstart") -> int:

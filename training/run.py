@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import fcntl
 import importlib.metadata
 import json
@@ -72,7 +73,13 @@ class RunFolder:
                 write_whole(self.path / "recipe.yaml", recipe.to_yaml())
             return finished
         except OSError as error:
-            raise RecipeError(f"run folder {self.path}: {error.strerror}; choose another with --run-dir") from None
+            raise RecipeError(f"run folder {self.path}: {error.strerror}; --run-dir chooses another") from None
+
+    def close(self) -> None:
+        """Let another process train here."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def finished(self, recipe: Recipe) -> dict[str, Any] | None:
         try:
@@ -88,13 +95,13 @@ class RunFolder:
     def write_result(self, record: dict[str, Any]) -> bool:
         """Write result.json unless another rank has: the first to fail knows the cause. Whether it was this one."""
         mine = self.path / f".result-{os.getpid()}"
-        write_json(mine, record)
         try:
+            write_json(mine, record)
             os.link(mine, self.result)
         except FileExistsError:
             return False
         finally:
-            mine.unlink()
+            mine.unlink(missing_ok=True)
         return True
 
     def _take_lock(self) -> None:
@@ -148,8 +155,11 @@ def _show(value: Any) -> str:
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that a kill leaves the old one or the new one."""
     new = path.with_name(f".{path.name}.new")
-    new.write_text(text, encoding="utf-8")
-    os.replace(new, path)
+    try:
+        new.write_text(text, encoding="utf-8")
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -203,15 +213,21 @@ def report_failure(error: BaseException, folder: RunFolder, result: Callable[[st
     `result(status, message)` makes the record. Returns the exit code.
     """
     status, code = classify(error)
-    message = str(error) or type(error).__name__
-    if not isinstance(error, RunError) and status == "failed":
-        message = f"{type(error).__name__}: {message}"
-    if not folder.write_result(result(status, message)):
-        first = json.loads(folder.result.read_text(encoding="utf-8"))["status"]
-        return {"oom": OUT_OF_MEMORY, "host_oom": HOST_OUT_OF_MEMORY}.get(first, code)
-    if not isinstance(error, RunError) and status == "failed":
+    disk_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    foreseen = isinstance(error, RunError) or status != "failed" or disk_full
+    message = str(error) if foreseen and str(error) else f"{type(error).__name__}: {error}"
+    where = f"recorded in {folder.result}"
+    try:
+        if not folder.write_result(result(status, message)):
+            first = json.loads(folder.result.read_text(encoding="utf-8"))["status"]
+            return {"oom": OUT_OF_MEMORY, "host_oom": HOST_OUT_OF_MEMORY}.get(first, code)
+    except OSError as problem:
+        where = f"not recorded: {folder.result} cannot be written ({problem.strerror})"
+    finally:
+        folder.close()
+    if not foreseen:
         traceback.print_exception(error)
-    print(f"{status}: {message}\nrecorded in {folder.result}", file=sys.stderr, flush=True)
+    print(f"{status}: {message}\n{where}", file=sys.stderr, flush=True)
     return code
 
 
