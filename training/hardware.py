@@ -8,20 +8,7 @@ from pathlib import Path
 
 import torch
 
-# Dense bf16 tensor core FLOP/s without sparsity, from the makers' data sheets; the first name found in the
-# device's name counts.
-PEAK_BF16_FLOPS = {
-    "B200": 2.25e15,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "MI300X": 1307e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "RTX 5090": 209e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-}
+from training import gpus
 
 
 def device_name(device: torch.device) -> str:
@@ -42,15 +29,17 @@ def cpu_name() -> str:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOP/s that a perfect program would reach: from the data sheet for a known GPU at bf16, else None.
+    """FLOP/s that a perfect program would reach: for a GPU at bf16 what the catalogue says, None if nothing.
 
-    A CPU has no such sheet: the best of a few matrix products stands in.
+    A CPU has no data sheet: the best of a few matrix products stands in.
     """
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        known = next((flops for part, flops in PEAK_BF16_FLOPS.items() if part in name), None)
-        return known if dtype == torch.bfloat16 else None
-    return measured_matmul_flops(dtype)
+    if device.type != "cuda":
+        return measured_matmul_flops(dtype)
+    try:
+        gpu = gpus.in_this_machine()
+    except ValueError:  # not in the catalogue
+        return None
+    return gpu.bf16_flops if gpu and dtype == torch.bfloat16 else None
 
 
 def measured_matmul_flops(dtype: torch.dtype, size: int = 768, tries: int = 4) -> float:
