@@ -1,1 +1,1 @@
-"""What is computed (gpt, attention), what is remembered of it (modes, recompute, offload), and in what pieces (tiling)."""
+"""What is computed (gpt, attention), what is remembered of it (recompute, offload), and in what pieces (tiling)."""
