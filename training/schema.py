@@ -125,7 +125,9 @@ class Log(Section):
 
 class Sweep(Section):
     modes: ModeNames = Field(
-        ("none", "selective", "full", "full+attention", "full+offload"), min_length=1, description="Compared."
+        ("none", "selective", "selective+norm+activation", "full", "full+attention", "full+offload"),
+        min_length=1,
+        description="Compared.",
     )
     attention: Attentions = Field((), description="Each with all modes. Empty: model.attention.")
     granularity: int = Field(256, gt=0, description="Lengths tried are multiples of it, in tokens.")
