@@ -49,7 +49,7 @@ def run(folder, words):
 
 
 def test_sigterm_reaches_every_rank_and_words_arrive_whole(tmp_path):
-    words = ["quickstart", "micro_batch_size=2", "data.sources=[a b, '*']", "--run-dir", "x y", "--processes", "2"]
+    words = ["quickstart", "global_batch_size=4", "data.sources=[a b, '*']", "--run-dir", "x y", "--processes", "2"]
     process = run(tmp_path, words)
     try:
         deadline = time.monotonic() + 120
@@ -81,7 +81,7 @@ def test_the_exit_code_of_training_comes_back(tmp_path):
     [
         (["quickstart", "steps=x"], "override 'steps=x': steps = x: must be a whole number"),
         (["quikstart"], "did you mean quickstart?"),
-        (["quickstart", "--processes", "3"], "write 12"),
+        (["quickstart", "--processes", "3"], "write 3"),
         (["quickstart", "--processes", "0"], "--processes 0: write 1"),
     ],
 )
