@@ -22,7 +22,7 @@ from training.trace import LAYER_MARKS, Interval, Job, Trace, trace
 from training.work import Work
 
 Segment = tuple[str, int | None]  # kind of layer mark, layer
-PLAIN_REPEATS, OFFLOAD_REPEATS = 3, 5  # groups of a run that are traced: outer ones and a middle one
+PLAIN_REPEATS, OFFLOAD_REPEATS = 2, 5  # groups of a run that are traced: with offload, two at each end and a middle one
 GROUP_LAYERS = 3  # layers of a group that are traced
 
 

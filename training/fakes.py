@@ -1,4 +1,4 @@
-"""What is exchanged around the model while a step is traced on fake tensors, and put back afterwards."""
+"""What is exchanged around the model while a step is traced on tensors without content, and put back afterwards."""
 
 from __future__ import annotations
 
@@ -11,24 +11,30 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from model import attention_tiles, gpt, host, loss_tiles, mlp_tiles, offload_deepspeed, tile_parts
+from model import attention_tiles, gpt, host, loss_tiles, mlp_tiles, offload_deepspeed
 from model.region import is_parameter
 
 
 @contextlib.contextmanager
 def surroundings(job: Any) -> Iterator[None]:
-    """The job's dtype as default (module.to(...) fails on fake tensors), and the functions that cannot run on them."""
+    """The job's dtype as default, and stand-ins for what asks for the kind of device or cannot run without values."""
+    before = torch.get_default_dtype()
     with contextlib.ExitStack() as stack:
-        before = torch.get_default_dtype()
         torch.set_default_dtype(job.dtype)
         stack.callback(torch.set_default_dtype, before)
-        stack.enter_context(exchanged(gpt, rope_table=_rope_table))
-        stack.enter_context(exchanged(offload_deepspeed, checkpoint=partial(_deepspeed_checkpoint, job.cuda)))
-        stack.enter_context(exchanged(torch, get_rng_state=lambda: None, set_rng_state=lambda _: None))
-        if job.cuda:
-            stack.enter_context(exchanged(F, dropout=_cuda_dropout))
-        if job.gathers:
-            stack.enter_context(exchanged(F, linear=_Zero3Linear.run))
+        for module, stand_ins in (
+            (torch, {"autocast": _NoAutocast, "is_autocast_enabled": lambda *_: False}),
+            (torch, {"get_autocast_dtype": lambda *_: job.dtype}),
+            (F, {"scaled_dot_product_attention": _flash_attention}),
+            (attention_tiles, {"find_kernel": _find_kernel}),
+            (gpt, {"rope_table": _rope_table}),
+            (gpt.GPT, {"reset_parameters": lambda _: None}),
+            (host, {"empty": _host_empty}),
+            (offload_deepspeed, {"checkpoint": partial(_deepspeed_checkpoint, job.cuda)}),
+            (F, {"dropout": _cuda_dropout} if job.cuda else {}),
+            (F, {"linear": _Zero3Linear.run} if job.gathers else {}),
+        ):
+            stack.enter_context(exchanged(module, **stand_ins))
         yield
 
 
@@ -44,9 +50,32 @@ def exchanged(module: Any, **functions: Any) -> Iterator[None]:
             setattr(module, name, function)
 
 
+class _NoAutocast(contextlib.nullcontext):
+    """torch.autocast knows no meta device."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+
+def _flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
+    """F.scaled_dot_product_attention with the kernel it chooses on a CPU; on CUDA the shapes are the same."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
+
+
+def _find_kernel(implementation: str, *_: Any) -> Any:
+    return attention_tiles.CPU if implementation == "sdpa" else None
+
+
 def _cuda_dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
     """What F.dropout is on CUDA: one kernel that keeps a mask of one byte. On the CPU the mask has x's dtype."""
     return torch.native_dropout(x, p, True)[0] if training and p else x
+
+
+def _host_empty(shape: Any, dtype: torch.dtype, pin_memory: bool = False) -> torch.Tensor:
+    with host.allocation():
+        tensor = torch.empty(shape, dtype=dtype, device="meta")
+    host.register(tensor.untyped_storage())
+    return tensor
 
 
 def _rope_table(length: int, dim: int, theta: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,7 +111,7 @@ def _deepspeed_checkpoint(cuda: bool, function: Any, x: torch.Tensor, activity: 
 
 
 class _Weighed(list):
-    """The tiles that a loop runs on fake tensors: with more than three, the second one stands for all but two."""
+    """The tiles that a loop runs; the second one may stand for many."""
 
     def __init__(self, tiles: list[slice], count: int, weigh: Callable[[float], None]) -> None:
         super().__init__(tiles)
@@ -96,15 +125,24 @@ class _Weighed(list):
 
 
 @contextlib.contextmanager
-def tiles_weighed(weigh: Callable[[float], None]) -> Iterator[None]:
-    """Tells how many tiles the one that runs stands for: model.tile_parts.slices leaves out most for fake tensors."""
+def few_tiles(job: Any, weigh: Callable[[float], None]) -> Iterator[None]:
+    """Loops over tiles run three of them, the second with the weight of all between, so that a trace costs the same at
+    every length.
+
+    What a tile makes goes into buffers of the whole length, so that leaving tiles out changes no byte. Attention
+    tiles with dropout are the exception: they are joined, and must all be there.
+    """
 
     def slices(x: torch.Tensor, step: int) -> list[slice]:
-        return _Weighed(tile_parts.slices(x, step), -(-len(x) // step), weigh)
+        starts: Any = range(0, len(x), step)
+        few = [*starts[:2], starts[-1]] if len(starts) > 3 else starts
+        return _Weighed([slice(start, min(start + step, len(x))) for start in few], len(starts), weigh)
 
     with contextlib.ExitStack() as stack:
-        for module in (loss_tiles, mlp_tiles, attention_tiles):
+        for module in (loss_tiles, mlp_tiles):
             stack.enter_context(exchanged(module, slices=slices))
+        if not job.config.hidden_dropout:
+            stack.enter_context(exchanged(attention_tiles, slices=slices))
         yield
 
 

@@ -13,6 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 
+FIRST_LENGTHS = (16384, 65536, 32768)  # long enough that loops over tiles have a first, a middle and a last one
+
+
 class Found(NamedTuple):
     longest: int  # 0 when nothing fits
     limited_by: str  # device, host or max
@@ -51,9 +54,8 @@ def longest_multiple(
         elif multiple < failing:
             failing, reason = multiple, exceeded
 
-    start = max(1, min(top, round(4096 / granularity)))
-    for multiple in (start, *(min(top, start * 2 ** (i + 1)) for i in range(degree))):
-        trace(multiple)
+    for i in range(degree + 1):
+        trace(max(1, min(top, FIRST_LENGTHS[i] // granularity)))
     while failing - fitting > 1:
         guess = _expected(known, degree, fitting, failing, verdict)
         trace(guess)
