@@ -1,9 +1,10 @@
 """The MLP half of a layer, a tile of tokens at a time: x + dropout(mlp(norm(x))), no [T, F] tensor at any moment.
 
-Kept for backward: x. Backward computes a tile's norm, up (and gate) projection and activation again, but not the
-down projection, whose output no gradient needs.
+Kept for backward: x, or nothing where the attention half can give x again. Backward computes a tile's norm, up (and
+gate) projection and activation again, but not the down projection, whose output no gradient needs.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,30 +12,29 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from model.gpt import Block
-from model.tile_parts import (
-    Gradients,
-    Norm,
-    RandomState,
-    Weights,
-    anchored,
-    dropout_backward,
-    saved_input,
-    slices,
-)
+from model.replay import RandomState
+from model.tile_parts import Gradients, Norm, Saved, Weights, anchored, dropout_backward, replayed, slices
 
 
-def mlp_part(layer: Block, tile_tokens: int, x: torch.Tensor) -> torch.Tensor:
-    """`layer`'s second half on x [B, T, C], `tile_tokens` rows of B * T at a time."""
-    x, node = anchored(x)
-    part = _MLP(layer, tile_tokens, x)
+def mlp_part(
+    layer: Block, tile_tokens: int, x: torch.Tensor, again: Callable[[slice], torch.Tensor] | None = None
+) -> torch.Tensor:
+    """`layer`'s second half on x [B, T, C], `tile_tokens` rows of B * T at a time.
+
+    again: gives rows of x in backward; without it, x is saved.
+    """
+    saved = None
+    if again is None:
+        x, saved = anchored(x)
+    part = _MLP(layer, tile_tokens, x, saved, again)
     with torch.autocast(x.device.type, enabled=False):
-        return _Tiled.apply(x, part, node, *part.weights.parameters.values())
+        return _Tiled.apply(x, part, *part.weights.parameters.values())
 
 
 class _MLP:
     """One call: what it needs besides x, and the arithmetic of one tile [t, C]."""
 
-    def __init__(self, layer: Block, tile_tokens: int, x: torch.Tensor) -> None:
+    def __init__(self, layer: Block, tile_tokens: int, x: torch.Tensor, saved: Saved | None, again: Any) -> None:
         mlp = layer.mlp
         modules = {"norm": layer.post_norm, "gate": mlp.gate, "up": mlp.up, "down": mlp.down}
         self.weights = Weights(modules, x.device)
@@ -43,6 +43,14 @@ class _MLP:
         self.tiles = slices(x.reshape(-1, x.shape[-1]), tile_tokens)
         self.dropout = layer.dropout if layer.training else 0.0
         self.random = RandomState(x.device) if self.dropout and torch.is_grad_enabled() else None
+        self.saved, self.again = saved, again
+
+    def input(self, tile: slice) -> torch.Tensor:
+        """Rows of x, in backward."""
+        if self.saved is None:
+            return self.again(tile)
+        (x,) = self.saved.load()
+        return x.reshape(-1, x.shape[-1])[tile]
 
     def inner(self, normed: torch.Tensor) -> list[torch.Tensor]:
         """The activation's inputs: up [t, F], and gate where there is one."""
@@ -85,26 +93,23 @@ class _MLP:
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, part: _MLP, node: Any, *parameters: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, part: _MLP, *parameters: torch.Tensor) -> torch.Tensor:
         rows, out = x.reshape(-1, x.shape[-1]), torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        out_rows = out.view_as(rows)
         for tile in part.tiles:
-            out_rows[tile] = part.forward(rows[tile])
-        ctx.part, ctx.node = part, node
-        if node is None:
-            ctx.save_for_backward(x)
+            out.view_as(rows)[tile] = part.forward(rows[tile])
+        ctx.part = part
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         part: _MLP = ctx.part
-        x = saved_input(ctx, ctx.node)
-        with torch.random.fork_rng(enabled=False) if part.random is None else part.random.replayed():
-            gradients = Gradients(part.weights, ctx.needs_input_grad[3:], one_tile=len(part.tiles) == 1)
-            rows, grads = x.reshape(-1, x.shape[-1]), grad.reshape(-1, x.shape[-1])
-            dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-            dx_rows = dx.view_as(rows)
+        part.input(slice(0))  # no row of x, but where a mode recomputes, it does so here: before memory is taken
+        gradients = Gradients(part.weights, ctx.needs_input_grad[2:], one_tile=len(part.tiles) == 1)
+        grads, dx = grad.reshape(-1, grad.shape[-1]), torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
+        with replayed(part.random):
             for tile in part.tiles:
-                dx_rows[tile] = part.backward(rows[tile], grads[tile], gradients)
-        return dx, None, None, *gradients.result()
+                dx.view_as(grads)[tile] = part.backward(part.input(tile), grads[tile], gradients)
+        if part.saved is not None:
+            part.saved.release()
+        return dx, None, *gradients.result()

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from model.replay import RandomState
+
 
 def slices(x: torch.Tensor, step: int) -> list[slice]:
     """The rows of x [rows, C] in tiles of `step`, the last one ragged.
@@ -162,46 +164,54 @@ def dropout_backward(grad: torch.Tensor, p: float) -> torch.Tensor:
     return torch.autograd.grad(output, leaf, grad)[0]
 
 
-class RandomState:
-    """Where the generators of the CPU and of a device stand; `replayed()` sets them back for a while."""
+@contextmanager
+def replayed(random: RandomState | None) -> Iterator[None]:
+    """Random numbers are drawn as from `random` on, and afterwards as if none had been drawn; None changes nothing."""
+    if random is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[random.device] if random.cuda is not None else []):
+        random.restore()
+        yield
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.cpu = device, torch.get_rng_state()
-        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
-    @contextmanager
-    def replayed(self) -> Iterator[None]:
-        with torch.random.fork_rng(devices=[] if self.cuda is None else [self.device]):
-            torch.set_rng_state(self.cpu)
-            if self.cuda is not None:
-                torch.cuda.set_rng_state(self.cuda, self.device)
-            yield
+class Saved:
+    """Tensors that autograd saved for the backward of more than one function, which unpacks them together, once."""
+
+    def __init__(self, node: Any) -> None:
+        self.node = node
+        self.tensors: tuple[torch.Tensor, ...] = ()
+
+    def load(self) -> tuple[torch.Tensor, ...]:
+        if not self.tensors:
+            self.tensors = self.node.saved_tensors  # through the saved-tensor hooks that were active in forward
+        return self.tensors
+
+    def release(self) -> None:
+        self.tensors = ()
 
 
 class _Anchor(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
+    def forward(ctx: Any, x: torch.Tensor, _: Any, *others: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, *others)
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        return grad, *[None] * (len(ctx.needs_input_grad) - 1)
 
 
-def anchored(x: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """x, saved for backward *before* a part runs on it, and the autograd node that saved it (None without gradient).
+def anchored(x: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, Saved | None]:
+    """x, saved for backward with others *before* what runs on it; and what was saved (None without gradient).
 
-    Recompute ends at the last tensor that somebody waits for. An autograd function saves after it has run; if a
-    layer's last part saved its own input, `full` would run all of that part a second time to get there, and the part
-    itself recomputes what it needs a third time.
+    Recompute ends at the last tensor that somebody waits for. An autograd function saves after it has run: if a
+    layer's last function saved its own input, `full` would run all of it a second time to get there, and again where
+    its backward recomputes what it needs.
     """
-    if not (torch.is_grad_enabled() and x.requires_grad):
+    if not torch.is_grad_enabled():
         return x, None
-    x = _Anchor.apply(x)
-    return x, x.grad_fn
-
-
-def saved_input(ctx: Any, node: Any) -> torch.Tensor:
-    """In a part's backward: the input that `anchored` or, without it, the part itself has saved."""
-    return (ctx if node is None else node).saved_tensors[0]
+    # With a frozen embedding x needs no gradient, and autograd would not save it.
+    needs_gradient = None if x.requires_grad else torch.empty(0, device=x.device, requires_grad=True)
+    x = _Anchor.apply(x, needs_gradient, *others)
+    return x, Saved(x.grad_fn)

@@ -118,10 +118,11 @@ def _tokens(name: str, value: Auto, auto: int) -> int | None:
 
 def _block(layer: Block, tiles: Tiles, x: torch.Tensor, rope: Rope) -> torch.Tensor:
     """Block.forward with one half or both tiled. x: [B, T, C]."""
+    again = None
     if tiles.attention_head_groups:
-        x = attention_part(layer, tiles.attention_head_groups, x, rope)
+        x, again = attention_part(layer, tiles.attention_head_groups, x, rope)
     else:
         x = layer.residual(x, layer.attention(layer.input_norm(x), rope))
     if tiles.mlp_tile_tokens:
-        return mlp_part(layer, tiles.mlp_tile_tokens, x)
+        return mlp_part(layer, tiles.mlp_tile_tokens, x, again)
     return layer.residual(x, layer.mlp(layer.post_norm(x)))
