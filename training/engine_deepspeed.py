@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import io
 import json
 import logging
 import math
@@ -110,8 +109,11 @@ def import_deepspeed() -> Any:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     import deepspeed
+    from deepspeed.runtime import bf16_optimizer
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # Where it is called, it collects garbage and prints, six times over.
+    bf16_optimizer.see_memory_usage = lambda *args, **kwargs: None
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
@@ -143,8 +145,7 @@ class DeepSpeedEngine(Engine):
         _check_zero_keys(recipe, zero)
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
         self.adamw = make_adamw(recipe, parameter_groups(model.parameters(), recipe.optimizer.weight_decay))
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints what memory there is, again and again
-            self.engine, *_ = deepspeed.initialize(model=model, optimizer=self.adamw, config=config)
+        self.engine, *_ = deepspeed.initialize(model=model, optimizer=self.adamw, config=config)
         if self.stage == 0 and world.size == 1:
             self.engine.enable_backward_allreduce = False  # it would copy all gradients to tell them to nobody
         self.zero = self.optimizer = self.engine.optimizer
