@@ -8,6 +8,7 @@ folder, and the same command continues a run that was stopped. docs/training.md 
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import warnings
 from collections.abc import Callable
@@ -25,16 +26,18 @@ from training.recipe import Recipe, RecipeError, documentation, load
 from training.record import Tally
 from training.run import RunError, RunFolder
 from training.schema import ROOT
+from training.settle import Settled, check, settle
 
 TIMELINE_POINTS = 2000  # of memory.json
 
 
-def train(recipe: Recipe, here: world.World, folder: RunFolder, tally: Tally, progress: Progress) -> int:
-    """The whole run, from data to result; returns the exit code."""
-    say, meter = progress.say, tally.meter
+def train(
+    settled: Settled, dataset: data.Dataset, here: world.World, folder: RunFolder, tally: Tally, progress: Progress
+) -> int:
+    """The whole run, from prepared data to result; returns the exit code."""
+    recipe, say, meter = settled.recipe, progress.say, tally.meter
 
-    # Data, tokenised once by whoever comes first. Any micro-batch can be had by its number.
-    dataset = prepared_data(recipe, here)
+    # Any micro-batch can be had by its number.
     cut = (recipe.seq_length, recipe.micro_batch_size, recipe.seed, here.rank, here.size)
     batches = data.Batches(dataset, "train", *cut)
     validation = data.Batches(dataset, "validation", *cut)
@@ -58,7 +61,7 @@ def train(recipe: Recipe, here: world.World, folder: RunFolder, tally: Tally, pr
         say(f"continuing after step {start}")
 
     with Metrics(folder.path, start, warn=say, write=here.is_main) as log, run.Stopper() as stopper:
-        tally.start(model, read(log.path))
+        tally.start(model, build.layer_modes(recipe), read(log.path))
         for step in range(start + 1, recipe.steps + 1):
             first = (step - 1) * engine.accumulation
             micro_batches = [batches.batch(first + i) for i in range(engine.accumulation)]
@@ -67,6 +70,8 @@ def train(recipe: Recipe, here: world.World, folder: RunFolder, tally: Tally, pr
             tally.count(step, result)
             if tally.first_step_s is None:
                 build.check_mode_works(model, recipe)
+                if settled.plan:
+                    say(settled.report(int(here.max(meter.peak_bytes)[0])))
                 tally.first_step_s = run.age_s()
                 say(f"first step done {tally.first_step_s:.1f} s after the start")
 
@@ -132,6 +137,17 @@ def built_model(recipe: Recipe, dataset: data.Dataset, here: world.World, say: C
     return model
 
 
+def instruments(recipe: Recipe, here: world.World) -> tuple[Meter, Tally]:
+    meter = Meter(
+        device=here.device,
+        budget_bytes=recipe.budget_bytes,
+        host_budget_bytes=recipe.host_budget_bytes,
+        timeline=TIMELINE_POINTS if recipe.log.memory else 0,
+        operations=True if recipe.log.memory else None,
+    )
+    return meter, Tally(recipe, here, meter)
+
+
 def claim(folder: RunFolder, recipe: Recipe, here: world.World) -> bool:
     """Take the run folder for this recipe, and describe the machine in it. False: that run is finished."""
     problem = finished = None
@@ -180,21 +196,30 @@ def main(arguments: list[str]) -> int:
     try:
         recipe = load(given.recipe, given.overrides)
         recipe.accumulation_steps(size)
-        build.layer_modes(recipe)
+        check(recipe)
         here = world.join()
         folder = RunFolder(given.run_dir or ROOT / "runs" / recipe.name)
         if not claim(folder, recipe, here):
             return 0
-        meter = Meter(
-            device=here.device,
-            budget_bytes=recipe.budget_bytes,
-            host_budget_bytes=recipe.host_budget_bytes,
-            timeline=TIMELINE_POINTS if recipe.log.memory else 0,
-            operations=True if recipe.log.memory else None,
-        )
-        tally = Tally(recipe, here, meter)
-        with meter, Progress(recipe.steps, show=here.is_main) as progress:
-            return train(recipe, here, folder, tally, progress)
+        meter, tally = instruments(recipe, here)
+        # Data, tokenised once by whoever comes first.
+        dataset = prepared_data(recipe, here)
+        settled = None
+        while True:
+            with Progress(recipe.steps, show=here.is_main) as progress:
+                # What `recompute: auto` means here; a plan whose first step finds no memory is made anew.
+                settled = settle(recipe, dataset.vocab_size, here, folder.path, progress.say, before=settled)
+                with meter:
+                    try:
+                        return train(settled, dataset, here, folder, tally, progress)
+                    except torch.OutOfMemoryError:
+                        done = tally.first_step_s is not None
+                        again = None if done else settled.after_out_of_memory(meter, here, folder.path, progress.say)
+                        if again is None:
+                            raise
+            settled = again
+            gc.collect()  # the model and engine of the attempt
+            meter, tally = instruments(recipe, here)
     except RecipeError as error:
         if rank == 0:
             print(error, file=sys.stderr)

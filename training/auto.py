@@ -19,7 +19,7 @@ from model import tiling
 from model.gpt import GPTConfig, num_parameters
 from model.modes import Mode, parse
 from training import engine_memory
-from training.assignment import Assignment, Choice, DoesNotFit, Limits, assign, evaluate
+from training.assignment import Choice, DoesNotFit, assign, evaluate
 from training.build import DTYPES
 from training.calibration import Shape, Times
 from training.candidates import Candidates, modes
@@ -44,10 +44,12 @@ class Place:
     budget_bytes: int
     host_bytes: int | None
     times: Callable[[Shape, Sequence[Mode]], Times]
+    margin: float | None = None  # of the budget; None: by the kind of device
 
     @property
     def margin_bytes(self) -> int:
-        return int(self.budget_bytes * MARGIN[self.device.type])
+        margin = MARGIN[self.device.type] if self.margin is None else self.margin
+        return int(self.budget_bytes * margin)
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,20 @@ class Solution:
     @property
     def micro_batch_s(self) -> float:
         return self.layers_s + self.candidates.times.head_s
+
+
+def find_any(recipe: Recipe, config: GPTConfig, place: Place, correction_bytes: int = 0) -> Plan:
+    """`find`; where nothing fits, with less margin, down to what only fits if the prediction is too high.
+
+    Without it, the longest context of a fixed mode, which nobody keeps from being tried, would be longer.
+    """
+    margin = MARGIN[place.device.type]
+    for wanted in (margin, 0.0, -margin):
+        try:
+            return find(recipe, config, replace(place, margin=wanted), correction_bytes)
+        except DoesNotFit as error:
+            problem = error
+    raise problem
 
 
 def find(recipe: Recipe, config: GPTConfig, place: Place, correction_bytes: int = 0) -> Plan:
@@ -267,6 +283,7 @@ def _plan(
         layers=tuple(layers),
         plain_bytes=candidates.plain_bytes,
         peak_device_bytes=best.peak_bytes,
+        after_forward_bytes=candidates.tracer.of(spread(best.choices)).after_forward_bytes,
         needed_bytes=best.needed_bytes,
         peak_host_bytes=best.host_bytes,
         step_time_s=step_s(best.layers_s),
@@ -306,6 +323,3 @@ class _clock:  # noqa: N801 - used like a function
 
     def __exit__(self, *error: object) -> None:
         self.spent[self.what] += time.perf_counter() - self.start
-
-
-__all__ = ["Assignment", "Candidates", "Limits", "Place", "Solution", "find", "made_for", "replace", "solve"]

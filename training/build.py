@@ -12,6 +12,7 @@ from model.gpt import GPT, GPTConfig
 from model.modes import Mode, parse_layers
 from training.recipe import Recipe, RecipeError
 from training.run import USAGE, RunError
+from training.values import Plan
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -19,12 +20,14 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def layer_modes(recipe: Recipe) -> list[Mode]:
     """One memory mode per layer, as `recompute` asks for it. Raises RecipeError."""
     if recipe.recompute == "auto" or not isinstance(recipe.recompute, (str, tuple)):
-        raise recipe.error("recompute", "is not available yet; name a mode, or one mode per layer")
+        raise recipe.error("recompute", "stands for a plan, which is not made here (training/settle.py)")
     return parse_layers(recipe.recompute, recipe.model.num_layers)
 
 
 def mode_name(recipe: Recipe) -> str:
-    """The mode's name; of a list, its distinct names in order of first use."""
+    """The mode's name; of a list, its distinct names in order of first use; auto, or plan for a file of one."""
+    if recipe.recompute == "auto" or isinstance(recipe.recompute, Plan):
+        return "auto" if recipe.recompute == "auto" else "plan"
     return " ".join(dict.fromkeys(str(mode) for mode in layer_modes(recipe)))
 
 

@@ -35,6 +35,11 @@ class Traced:
     inputs_bytes: int
 
     @property
+    def after_forward_bytes(self) -> int:
+        at = self.step.after_forward
+        return int(self.step.start[at] + max(one.live[at] for one in self.walked.passes)) + self.inputs_bytes
+
+    @property
     def engine_bytes(self) -> np.ndarray:
         """What the engine holds during each interval of the fullest micro-batch."""
         return self.walked.passes[-1].live

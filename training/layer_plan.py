@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError, field_validator
 from model import tiling
 from model.modes import Mode, parse
 from training import run
-from training.recipe import Recipe
+from training.recipe import Recipe, RecipeError
 from training.values import Section
 
 GIB, MIB = 2**30, 2**20
@@ -77,6 +77,7 @@ class Plan(Section):
     layers: tuple[Layer, ...] = Field(min_length=1)
     plain_bytes: int  # that a layer keeps under mode none
     peak_device_bytes: int
+    after_forward_bytes: int
     needed_bytes: int  # the peak, and on CUDA what fragmentation adds: compared with the budget
     peak_host_bytes: int
     step_time_s: float
@@ -95,8 +96,11 @@ class Plan(Section):
 
     def applied_to(self, recipe: Recipe) -> Recipe:
         """The recipe with this plan's modes and tiles in place of `auto` or `{plan: FILE}`. Raises RecipeError."""
-        if len(self.layers) != recipe.model.num_layers:
-            raise recipe.error("model.num_layers", f"is not the plan's {len(self.layers)} layers; make a new plan")
+        for key, ours in recipe.model.model_dump().items():
+            planned = self.made_for.model.get(key, ours)
+            if ours is not None and planned is not None and ours != planned and key != "max_position_embeddings":
+                problem = f"is {planned!r} in the plan that recompute names; make a new plan with recompute: auto"
+                raise recipe.error(f"model.{key}", problem)
         tiles = type(recipe.tiles)(**self.tiles)
         return recipe.model_copy(update={"recompute": self.modes, "tiles": tiles})
 
@@ -109,6 +113,11 @@ class Plan(Section):
     # -- for people ------------------------------------------------------------------------------------------
 
     def text(self) -> str:
+        """All of it, as in plan.txt."""
+        return "\n".join([self.short_text(), *self._comparison()])
+
+    def short_text(self) -> str:
+        """Peak, step time and layers."""
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
@@ -116,10 +125,10 @@ class Plan(Section):
         share = self.needed_bytes / self.budget_bytes
         yield f"plan for {made.recipe}: {len(self.layers)} layers, {made.seq_length:,} tokens x {made.micro_batch_size}"
         yield (
-            f"predicted peak {_size(self.peak_device_bytes)}, {share:.0%} of the budget of {_size(self.budget_bytes)}"
-            f" (margin {_size(self.margin_bytes)}"
-            + (f", measured correction {_size(self.correction_bytes)}" if self.correction_bytes else "")
-            + f"); host {_size(self.peak_host_bytes)}"
+            f"predicted peak {size(self.peak_device_bytes)}, {share:.0%} of the budget of {size(self.budget_bytes)}"
+            f" (margin {size(self.margin_bytes)}"
+            + (f", measured correction {size(self.correction_bytes)}" if self.correction_bytes else "")
+            + f"); host {size(self.peak_host_bytes)}"
         )
         yield f"predicted step {_time(self.step_time_s)}; {self.next_memory()}"
         tiles = [f"{name}={number}" for name, number in self.tiles.items() if number]
@@ -130,26 +139,28 @@ class Plan(Section):
         for start in range(0, len(strip), LINE):
             yield f"  layer {start:>4}  {strip[start : start + LINE]}"
         yield ""
-        yield "  mode                                            layers      kept     host  computed again  forward+backward"
+        yield "  mode                                            layers      kept     host  computed again  seconds"
         for mode, letter in letters.items():
             layer = next(one for one in self.layers if one.mode == mode)
             again = max(0, self.plain_bytes - layer.kept_bytes - layer.host_bytes)
             yield (
-                f"  {letter} {mode:<45} {self.modes.count(mode):>6} {_size(layer.kept_bytes):>9} "
-                f"{_size(layer.host_bytes):>8} {_size(again):>15} {_time(layer.forward_s + layer.backward_s):>17}"
+                f"  {letter} {mode:<45} {self.modes.count(mode):>6} {size(layer.kept_bytes):>9} "
+                f"{size(layer.host_bytes):>8} {size(again):>15} {_time(layer.forward_s + layer.backward_s):>8}"
             )
+
+    def _comparison(self) -> Iterator[str]:
         yield ""
         yield "  one mode for all layers, as modelled               peak     host      step"
         for one in self.fixed:
             sign = " " if one.fits else "does not fit"
             yield (
-                f"  {one.mode:<45} {_size(one.peak_device_bytes):>9} {_size(one.peak_host_bytes):>8} "
+                f"  {one.mode:<45} {size(one.peak_device_bytes):>9} {size(one.peak_host_bytes):>8} "
                 f"{_time(one.step_time_s):>9}  {sign}".rstrip()
             )
         yield ""
         yield "  budget      step, as modelled"
         for budget, step_s in self.curve:
-            yield f"  {_size(budget):<10} {_time(step_s):>9}{'  <- this plan' if budget == self.budget_bytes else ''}"
+            yield f"  {size(budget):<10} {_time(step_s):>9}{'  <- this plan' if budget == self.budget_bytes else ''}"
         yield ""
         yield "made in " + ", ".join(f"{what} {_time(s)}" for what, s in self.seconds.items())
 
@@ -161,24 +172,21 @@ class Plan(Section):
             return "more memory would not make it faster"
         budget, then = more[0]
         gained = now - then
-        return f"the next {_size(budget - self.budget_bytes)} would save {_time(gained)} ({gained / now:.1%})"
+        return f"the next {size(budget - self.budget_bytes)} would save {_time(gained)} ({gained / now:.1%})"
 
 
-def read(path: str | Path, recipe: Recipe) -> Plan:
-    """The plan in a file. Raises RecipeError saying what is wrong with it, or for which other model it was made."""
+def read(path: str | Path) -> Plan:
+    """The plan in a file. Raises RecipeError saying what is wrong with it."""
     try:
-        plan = Plan.model_validate_json(Path(path).read_text(encoding="utf-8"))
+        return Plan.model_validate_json(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise recipe.error("recompute.plan", f"cannot be read: {error.strerror}") from None
+        raise RecipeError(f"plan {path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise RecipeError(f"plan {path}: is not UTF-8 text, so no plan; make a new one with recompute: auto") from None
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise recipe.error("recompute.plan", f"is no plan: {where}: {first['msg']}; make a new one") from None
-    ours = recipe.model.model_dump()
-    for key, value in plan.made_for.model.items():
-        if key in ours and ours[key] is not None and ours[key] != value and value is not None:
-            raise recipe.error(f"model.{key}", f"is {value!r} in the plan {path}; make a new plan")
-    return plan
+        where = ".".join(map(str, first["loc"])) or "the whole file"
+        raise RecipeError(f"plan {path}: {where}: {first['msg']}; make a new one with recompute: auto") from None
 
 
 def differences(plan: Plan, made: Made) -> list[str]:
@@ -212,8 +220,8 @@ def draw(plan: Plan, path: Path) -> None:
         bottom = [b + v for b, v in zip(bottom, values)]
     left.set(xlabel="layer", ylabel="activations of a layer [MiB]", ylim=(0, 1.25 * max(bottom)))
     left.set_title(
-        f"{plan.made_for.recipe}, {plan.made_for.seq_length:,} tokens: peak {_size(plan.peak_device_bytes)} "
-        f"of {_size(plan.budget_bytes)}",
+        f"{plan.made_for.recipe}, {plan.made_for.seq_length:,} tokens: peak {size(plan.peak_device_bytes)} "
+        f"of {size(plan.budget_bytes)}",
         fontsize=10,
     )
     left.legend(loc="upper right", fontsize=8, ncols=3)
@@ -227,7 +235,7 @@ def draw(plan: Plan, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _size(nbytes: float) -> str:
+def size(nbytes: float) -> str:
     return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.1f} MiB"
 
 

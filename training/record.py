@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from model import tiling
 from model.gpt import GPT, flops_per_token
+from model.modes import Mode
 from training import hardware
-from training.build import DTYPES, layer_modes, mode_name
+from training.build import DTYPES, mode_name
 from training.engine import StepResult
 from training.flops import hardware_flops_per_token
 from training.memory import Meter
@@ -42,10 +43,10 @@ class Tally:
         self._peak_flops = one * world.size if one else None
         self._mark_s = time.perf_counter()
 
-    def start(self, model: GPT, records: Iterable[dict[str, Any]] = ()) -> None:
-        """The model is built, and `records` of metrics.jsonl are what an earlier process did of this run."""
-        recipe = self.recipe
-        modes, tiles = layer_modes(recipe), tiling.applied(model)
+    def start(self, model: GPT, modes: Sequence[Mode], records: Iterable[dict[str, Any]] = ()) -> None:
+        """The model is built, with one mode for each layer, and `records` of metrics.jsonl are what an earlier process
+        did of this run."""
+        recipe, tiles = self.recipe, tiling.applied(model)
         self._flops = (
             flops_per_token(model.config, recipe.seq_length),
             hardware_flops_per_token(model.config, recipe.seq_length, modes, tiles),

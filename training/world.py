@@ -58,6 +58,14 @@ class World:
         rank, first = next((i, t) for i, t in enumerate(texts) if t.any())
         return f"rank {rank}: " + bytes(first.tolist()).rstrip(b"\0").decode(errors="replace")
 
+    def share(self, text: str) -> str:
+        """Rank 0's text, on every rank."""
+        if self.size == 1:
+            return text
+        one = [text]
+        dist.broadcast_object_list(one, src=0, device=torch.device("cpu"))
+        return one[0]
+
 
 def place() -> tuple[int, int, int]:
     """(rank, world size, local rank) as the launcher's environment gives them; (0, 1, 0) without a launcher."""

@@ -1,0 +1,198 @@
+"""What `recompute: auto` and `{plan: FILE}` come to in a run: a plan before the model, checked by the first step.
+
+A plan that was made in a run's folder is used again when the run is continued. A first step that runs out of memory
+changes the plan, not the weights: the run starts once more with the difference taken into account.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from model import tiling
+from model.gpt import GPTConfig
+from training import auto, calibration, hardware, layer_plan, run
+from training.assignment import DoesNotFit
+from training.layer_plan import Plan
+from training.memory import Meter
+from training.recipe import Recipe, RecipeError
+from training.values import Plan as PlanFile
+from training.world import World
+
+Say = Callable[[str], None]
+
+ATTEMPTS = 5  # first steps that may run out of memory
+STEP = 0.02  # of the budget, added to what is known to be missing; doubled each time
+WORTH_SAYING = 0.05  # of the budget, left over
+CORRECTION = "correction.json"
+
+
+def check(recipe: Recipe) -> None:
+    """What can be known before anything is made. Raises RecipeError."""
+    if recipe.recompute == "auto" and recipe.budget is None and not torch.cuda.is_available():
+        raise recipe.error(
+            "budget", "recompute: auto fills a budget, and a CPU has none of its own; write budget: 8GiB (BUDGET=8GiB)"
+        )
+    if isinstance(recipe.recompute, PlanFile):
+        _replayed(recipe)
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A recipe as it was written, as it is trained, and the plan between them, if any."""
+
+    written: Recipe
+    recipe: Recipe
+    plan: Plan | None = None
+    attempt: int = 1
+
+    @property
+    def is_auto(self) -> bool:
+        return self.written.recompute == "auto"
+
+    # -- the first step --------------------------------------------------------------------------------------
+
+    def report(self, measured_bytes: int) -> str:
+        """What the first step's peak says of the plan."""
+        plan = self.plan
+        assert plan is not None
+        off = measured_bytes / plan.peak_device_bytes - 1
+        left = plan.budget_bytes - measured_bytes
+        words = f"plan: measured peak {layer_plan.size(measured_bytes)}, {off:+.1%} from the prediction"
+        if left > WORTH_SAYING * plan.budget_bytes:
+            words += f"; {layer_plan.size(left)} of the budget ({left / plan.budget_bytes:.0%}) are left: "
+            words += plan.next_memory()
+        return words
+
+    def after_out_of_memory(self, meter: Meter, here: World, folder: Path, say: Say) -> Settled | None:
+        """Another plan when the first step of this one found no memory; None when there is no other.
+
+        With several ranks the others wait in a collective for ever, so nothing can be tried again in this process:
+        the correction is left in the run's folder for the next start.
+        """
+        plan = self.plan
+        if plan is None or not self.is_auto or self.attempt >= ATTEMPTS:
+            return None
+        # The step needed more than the budget; how much more is only known of what forward left behind.
+        missing = max(plan.budget_bytes - plan.needed_bytes, meter.after_forward_bytes - plan.after_forward_bytes, 0)
+        extra = int(plan.budget_bytes * STEP * 2 ** (self.attempt - 1))
+        correction = plan.correction_bytes + missing + extra
+        if here.size > 1:
+            record = {"correction_bytes": correction, "made_for": plan.made_for.model_dump()}
+            run.write_json(folder / CORRECTION, record)
+            say("the plan did not fit; the same command starts again with a smaller one")
+            return None
+        say(
+            f"plan: the first step needs more than the budget of {layer_plan.size(plan.budget_bytes)}, not the predicted "
+            f"{layer_plan.size(plan.needed_bytes)}; planning again with {layer_plan.size(correction)} less"
+        )
+        return replace(self, attempt=self.attempt + 1, plan=plan.model_copy(update={"correction_bytes": correction}))
+
+
+def settle(
+    recipe: Recipe,
+    vocab_size: int,
+    here: World,
+    folder: Path,
+    say: Say,
+    before: Settled | None = None,
+) -> Settled:
+    """The recipe with modes in place of `auto` or of a plan's file; all ranks call it. `before`: what did not fit.
+
+    Raises RecipeError, and torch.OutOfMemoryError when no plan fits.
+    """
+    if isinstance(recipe.recompute, PlanFile):
+        plan, trained = _replayed(recipe)
+        config = GPTConfig(**recipe.gpt_fields(vocab_size))
+        made = auto.made_for(recipe, config, here.size, hardware.device_name(here.device))
+        for difference in layer_plan.differences(plan, made):
+            say(f"warning: the plan was made for {difference}; it need not fit")
+        return Settled(recipe, trained, plan)
+    if recipe.recompute != "auto":
+        return Settled(recipe, recipe)
+    budget = _budget(recipe, here)
+    problem = text = None
+    if here.is_main:
+        try:
+            text = _made(recipe, vocab_size, here, folder, budget, before).model_dump_json()
+        except DoesNotFit as error:
+            problem = f"no plan fits in the budget of {layer_plan.size(budget)}: {error}"
+        except (ValueError, ImportError) as error:
+            raise RecipeError(f"recipe {recipe.name}: {error}") from error
+    if problem := here.agree(problem):
+        raise torch.OutOfMemoryError(problem)
+    plan = Plan.model_validate_json(here.share(text or ""))
+    if here.is_main:
+        plan.write(folder)
+        say(plan.short_text())
+    return Settled(recipe, plan.applied_to(recipe), plan, before.attempt if before else 1)
+
+
+def _budget(recipe: Recipe, here: World) -> int:
+    """Bytes that every rank can have: the recipe's, or on a GPU what is free."""
+    if here.device.type != "cuda":
+        assert recipe.budget_bytes is not None
+        return recipe.budget_bytes
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info(here.device)[0] + torch.cuda.memory_reserved(here.device)
+    free = -int(here.max(-free)[0])
+    return free if recipe.budget_bytes is None else min(free, recipe.budget_bytes)
+
+
+def _made(
+    recipe: Recipe, vocab_size: int, here: World, folder: Path, budget_bytes: int, before: Settled | None
+) -> Plan:
+    config = GPTConfig(**recipe.gpt_fields(vocab_size))
+    name = hardware.device_name(here.device)
+    cache = calibration.folder(recipe.data.cache_dir)
+    place = auto.Place(
+        here.device,
+        name,
+        here.size,
+        budget_bytes,
+        recipe.host_budget_bytes,
+        lambda shape, modes: calibration.times(shape, modes, here.device, cache),
+    )
+    made = auto.made_for(recipe, config, here.size, name)
+    if before is not None and before.plan is not None:
+        correction = before.plan.correction_bytes
+    else:
+        correction = _noted_correction(folder, made)
+        earlier = _earlier(folder, recipe, place, made)
+        if earlier is not None and earlier.correction_bytes >= correction:
+            return earlier
+    return auto.find_any(recipe, config, place, correction)
+
+
+def _earlier(folder: Path, recipe: Recipe, place: auto.Place, made: layer_plan.Made) -> Plan | None:
+    """The plan in a run's folder, if it was made for the very same."""
+    try:
+        plan = layer_plan.read(folder / "plan.json")
+    except RecipeError:
+        return None
+    same = (plan.made_for, plan.budget_bytes, plan.host_budget_bytes) == (made, place.budget_bytes, place.host_bytes)
+    return plan if same else None
+
+
+def _noted_correction(folder: Path, made: layer_plan.Made) -> int:
+    try:
+        record = json.loads((folder / CORRECTION).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return 0
+    return int(record["correction_bytes"]) if record.get("made_for") == made.model_dump() else 0
+
+
+def _replayed(recipe: Recipe) -> tuple[Plan, Recipe]:
+    """The plan of `recompute: {plan: FILE}` and the recipe with it. Raises RecipeError."""
+    assert isinstance(recipe.recompute, PlanFile)
+    plan = layer_plan.read(recipe.recompute.plan)
+    fields = recipe.gpt_fields(plan.made_for.model["vocab_size"])
+    named = tiling.resolve(GPTConfig(**fields), **recipe.tiles.model_dump())
+    for name, tile in layer_plan.tiles_of(named).items():
+        if tile is not None and tile != plan.tiles[name]:
+            raise recipe.error(f"tiles.{name}", f"is {plan.tiles[name]} in the plan; write null, and the plan decides")
+    return plan, plan.applied_to(recipe)
