@@ -87,8 +87,8 @@ class Settled:
             say("the plan did not fit; the same command starts again with a smaller one")
             return None
         say(
-            f"plan: the first step needs more than the budget of {layer_plan.size(plan.budget_bytes)}, not the predicted "
-            f"{layer_plan.size(plan.needed_bytes)}; planning again with {layer_plan.size(correction)} less"
+            f"plan: the first step needs more than the budget of {layer_plan.size(plan.budget_bytes)}, not "
+            f"{layer_plan.size(plan.needed_bytes)} as predicted; planning again with {layer_plan.size(correction)} less"
         )
         return replace(self, attempt=self.attempt + 1, plan=plan.model_copy(update={"correction_bytes": correction}))
 
