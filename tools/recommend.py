@@ -69,7 +69,7 @@ def lines(summary: dict[str, Any]) -> Iterator[str]:
     what, unit = ("A context of", " tokens") if axis == "seq_length" else ("A micro-batch of", " samples")
     for i, choice in enumerate(chosen):
         timing = speed(summary, choice)
-        reach = "up to" if i == 0 else f"{count(choice.begin)} to"
+        reach = "up to" if choice.begin == 1 else f"{count(choice.begin)} to"
         run = f"{count(timing['tokens_per_s'])} tokens/s at {count(timing[axis])}"
         reason = _reason(summary, choice, chosen[i - 1] if i else None)
         yield f"{what} {reach} {count(choice.end)}{unit}: `{choice.mode}`, {run}. {reason}"

@@ -12,7 +12,7 @@ from tools.trials import Question, Variant
 from training.run import FAILED, write_json, write_whole
 
 if TYPE_CHECKING:
-    from tools.sweep import Found, Sweep
+    from tools.measure import Found, Sweep
 
 LIMITS = {"oom": "device", "host_oom": "host"}
 ANSWER = {"seq_length": "longest_context", "micro_batch_size": "largest_micro_batch_size"}
@@ -52,7 +52,7 @@ def of(sweep: Sweep) -> dict[str, Any]:
 def _mode(sweep: Sweep, variant: Variant, found: Found, timings: list[dict[str, Any]]) -> dict[str, Any]:
     longest = found.longest
     beyond = found.boundary.next_tried if found.boundary else None
-    next_status = found.tried[beyond]["status"] if beyond else None
+    next_status = found.tried[beyond]["status"] if beyond is not None else None
     last: dict[str, Any] = next((t for t in timings if t[sweep.axis] == longest), {})
     compared: dict[str, Any] = next((t for t in reversed(timings) if t["overhead"]), {})
     fit = found.tried.get(longest, {})
@@ -62,7 +62,7 @@ def _mode(sweep: Sweep, variant: Variant, found: Found, timings: list[dict[str, 
         "attention": variant.attention,
         "longest_context": longest if lengths else sweep.recipe.seq_length if longest else 0,
         **({} if lengths else {"largest_micro_batch_size": longest}),
-        "limited_by": None if found.problem else LIMITS[next_status] if next_status else "max",
+        "limited_by": LIMITS[next_status] if next_status else "max" if found.boundary else None,
         "next_tried": beyond,
         "next_status": next_status,
         "tokens_per_s": last.get("tokens_per_s"),
@@ -74,7 +74,7 @@ def _mode(sweep: Sweep, variant: Variant, found: Found, timings: list[dict[str, 
         "predicted_longest_context": found.predicted,
         "overhead": compared.get("overhead"),
         "overhead_at": compared.get(sweep.axis),
-        "trials": len(found.tried) + sum(t["trials"] for t in timings),
+        "trials": len({r["trial"] for r in found.tried.values()} | {n for t in timings for n in t["trials"]}),
         "search_trials": len(found.tried),
         "status": found.problem["status"] if found.problem else "completed",
         "error": found.problem["error"] if found.problem else None,
@@ -109,7 +109,7 @@ def _timings(sweep: Sweep, variant: Variant, sizes: list[int]) -> list[dict[str,
                 },
                 "peak_op": records[0]["peak_op"],
                 "predicted_peak_device_bytes": records[0]["predicted_peak_device_bytes"],
-                "trials": len(records),
+                "trials": [r["trial"] for r in records],
                 "memory": f"{followed[-1]}/memory.json" if followed else None,
             }
         )

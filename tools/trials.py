@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ class Trials:
         self.code = code or code_version()
         self.file = folder / "trials.jsonl"
         self.records = list(read(self.file))
-        self.ran = 0  # trials run by this process
+        self._keys: dict[Point, str] = {}
 
     # -- what is known ---------------------------------------------------------------------------------------
 
@@ -105,6 +106,11 @@ class Trials:
 
     def key(self, point: Point) -> str:
         """The same for trials that must give the same answer."""
+        if point not in self._keys:
+            self._keys[point] = self._key(point)
+        return self._keys[point]
+
+    def _key(self, point: Point) -> str:
         recipe = self.recipe_at(point).model_dump(mode="json", exclude=set(IRRELEVANT))
         config = self.recipe.deepspeed_config_path
         facts = [recipe, self.code, self.environment, config.read_text() if config else None]
@@ -126,21 +132,20 @@ class Trials:
     def _run(self, question: Question) -> dict[str, Any]:
         point, steps = question.point, question.steps
         number = 1 + max((r["trial"] for r in self.records), default=0)
-        name = f"{number:04}-{point.variant.attention}-{point.variant.mode}-{point.seq_length}x{point.micro_batch_size}"
-        run_dir = self.folder / "trials" / name
+        words = (point.variant.attention, point.variant.mode, f"{point.seq_length}x{point.micro_batch_size}")
+        run_dir = self.folder / "trials" / re.sub(r"[^\w.+-]+", "_", f"{number:04}-{'-'.join(words)}")
         shutil.rmtree(run_dir, ignore_errors=True)
         run_dir.mkdir(parents=True)
-        words = [str(self.folder / "recipe.yaml"), *overrides(self.recipe, point, self.environment["world_size"])]
-        words += [*steps_overrides(self.recipe, steps), f"log.memory={str(question.memory).lower()}"]
         gpus, ranks = launch.devices(), self.environment["world_size"]
+        settings = [*overrides(self.recipe, point, ranks), *steps_overrides(self.recipe, steps)]
+        settings.append(f"log.memory={str(question.memory).lower()}")
         ended = processes.run(
-            launch.command([*words, "--run-dir", str(run_dir)], gpus, ranks),
+            launch.command([str(self.folder / "recipe.yaml"), *settings, "--run-dir", str(run_dir)], gpus, ranks),
             launch.environment(gpus, ranks),
             self.folder,
             run_dir / "output.txt",
             self.recipe.sweep.trial_timeout_s,
         )
-        self.ran += 1
         shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
         status, result, error = outcome(run_dir, ended, steps)
         return {

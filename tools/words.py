@@ -8,12 +8,14 @@ GIB, MIB = 2**30, 2**20
 
 
 def size(nbytes: float | None) -> str:
-    """Like 512 MiB or 23.4 GiB."""
+    """Like 512 MiB or 23.45 GiB; a dash for nothing."""
     if nbytes is None:
         return "-"
     if nbytes >= GIB:
         return f"{nbytes / GIB:.2f} GiB"
-    return f"{nbytes / MIB:.{0 if nbytes >= 10 * MIB else 1}f} MiB"
+    if nbytes >= MIB:
+        return f"{nbytes / MIB:.{0 if nbytes >= 10 * MIB else 1}f} MiB"
+    return f"{nbytes / 2**10:.0f} KiB"
 
 
 def count(number: float | None) -> str:
