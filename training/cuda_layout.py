@@ -23,6 +23,12 @@ CUBLAS_WORKSPACE_BYTES = 32 * MIB  # torch, CUDABlas: one workspace from the all
 OWN_KERNEL_TILES_BYTES = 32 * MIB  # model/rowwise.py works on float32 tiles of 2^22 elements on a GPU
 FRAGMENTATION = 0.03  # of the peak: memory the allocator reserves in 2 MiB and 20 MiB blocks, and cannot join
 
+LAYOUTS = (
+    "Modelled in the peak: dropout masks of 1 byte, LayerNorm statistics in float32, requests rounded up to 512 bytes, "
+    "flash attention's float32 dq accumulator and row sums in backward (and dk, dv for every query head under GQA), "
+    "gradients added in place at forks. Not modelled: workspaces of embedding backward's sort and of NCCL."
+)
+
 # Kernels whose gradients torch adds up in place when no dispatch mode watches, as none does in a real CUDA step.
 _FORK_ADD = aten.add.Tensor
 

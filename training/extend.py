@@ -98,6 +98,7 @@ class Step:
     after_forward: int  # index of the first interval of backward
     work: dict[str, dict[str, Work]]  # by phase ("forward", "backward", "recompute"), then kernel class
     end: int
+    notes: list[str]  # the mode's own warnings
 
 
 def step(job: Job) -> Step:
@@ -141,11 +142,11 @@ def extend(traced: Trace, modes: tuple[Mode, ...], stands_in: Sequence[int]) -> 
             start_kinds.append(kinds_live + np.subtract(interval.start_kinds_bytes, intervals[0].start_kinds_bytes))
             kinds.append(kinds_live + np.subtract(interval.kinds_bytes, intervals[0].start_kinds_bytes))
             owners.append(_renamed_owner(interval.owner, segment[1], layer))
-            _add(work.setdefault(_phase(segment), {}), interval.work)
+            _add(work, interval.work)
         net = nets[segment]
         live, host, kinds_live = live + net[0], host + net[1], kinds_live + net[2]
     arrays = (np.array(column) for column in (start, peak, host_peak, start_kinds, kinds))
-    return Step(marks, *arrays, owners, after_forward, work, live)
+    return Step(marks, *arrays, owners, after_forward, work, live, traced.notes)
 
 
 def _segments(traced: Trace) -> dict[Segment, list[Interval]]:
@@ -207,11 +208,7 @@ def _renamed_owner(owner: tuple[str, str, str], short: int | None, layer: int | 
     return operation, module, phase
 
 
-def _phase(segment: Segment) -> str:
-    kind = segment[0]
-    return "forward" if kind in ("start", "forward", "after") else kind if kind == "recompute" else "backward"
-
-
-def _add(total: dict[str, Work], part: dict[str, Work]) -> None:
-    for kernel, work in part.items():
-        total[kernel] = total.get(kernel, Work()) + work
+def _add(total: dict[str, dict[str, Work]], part: dict[tuple[str, str], Work]) -> None:
+    for (phase, kernel), work in part.items():
+        kernels = total.setdefault(phase, {})
+        kernels[kernel] = kernels.get(kernel, Work()) + work

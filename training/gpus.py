@@ -25,7 +25,7 @@ class GPU:
 
     name: str
     title: str  # as torch.cuda.get_device_name contains it
-    usable_bytes: int  # total memory that CUDA or ROCm reports
+    memory_bytes: int  # total memory that CUDA or ROCm reports
     bf16_flops: float  # FLOP/s, dense
     memory_bytes_per_s: float
     link_bytes_per_s: float  # to host memory, one direction, pinned
@@ -65,8 +65,9 @@ def find(name: str) -> GPU:
     key = name.lower().replace("_", "-").replace(" ", "-")
     if key in CATALOGUE:
         return CATALOGUE[key]
-    near = difflib.get_close_matches(key, CATALOGUE, n=1, cutoff=0.3)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    alike = [known for known in CATALOGUE if known.startswith(key)]
+    near = alike or difflib.get_close_matches(key, CATALOGUE, n=1, cutoff=0.3)
+    hint = f"; did you mean {' or '.join(near)}?" if near else "."
     known = ", ".join(CATALOGUE)
     raise ValueError(f"GPU {name!r} is not in the catalogue{hint} Known: {known}. For any other, write BUDGET=24GiB")
 
@@ -79,5 +80,5 @@ def in_this_machine() -> GPU | None:
     alike = [gpu for gpu in CATALOGUE.values() if gpu.title.split("-")[0] in title]
     if not alike:
         raise ValueError(f"this machine's {title} is not in the catalogue ({', '.join(CATALOGUE)}); name the nearest")
-    nearest = min(alike, key=lambda gpu: abs(gpu.usable_bytes - total))
-    return GPU(**{**vars(nearest), "usable_bytes": total})
+    nearest = min(alike, key=lambda gpu: abs(gpu.memory_bytes - total))
+    return GPU(**{**vars(nearest), "memory_bytes": total})

@@ -1,6 +1,6 @@
 """What a recipe needs and how long a context fits, for every memory mode, without running it.
 
-    plans = plan(load("llama-8b"), device(gpu="h100-80gb"))
+    plans = plan(load("llama-8b"), device("h100-80gb"))
     predict(recipe, device(...)).peak_device_bytes
 
 The activations come from a trace of the model code on fake tensors (training/trace.py, training/extend.py), what the
@@ -9,8 +9,12 @@ engine holds from its bookkeeper (training/engine_memory.py), the time from a ro
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
@@ -22,12 +26,15 @@ from training import cuda_layout, gpus, hardware
 from training.build import DTYPES
 from training.engine_memory import Walked, gathers, make_engine_memory, parameters_of, walk
 from training.extend import Step, step
+from training.gpus import find as gpu
 from training.longest import Found, longest_multiple
 from training.recipe import Recipe
 from training.roofline import CPU_ERROR, EFFICIENCY, GPU_ERROR, HOPPER, HOPPER_ATTENTION, Speed, cpu_speed, step_time
 from training.kinds import ACTIVATIONS, GRADIENTS, KINDS, LOSS, OPTIMIZER, OTHER, PARAMETERS, TEMPORARY
 from training.trace import Job
 from training.work import Work
+
+__all__ = ["Device", "ModePlan", "Planner", "Prediction", "advice", "device", "gpu", "plan", "plan_mode", "predict"]
 
 MEMORY_ERROR = {"cpu": 0.01, "cuda": 0.05}  # relative error band of a peak; on CUDA not yet measured
 
@@ -44,16 +51,16 @@ class Device:
 
 
 def device(
-    gpu: str | None = None, budget_bytes: int | None = None, host_budget_bytes: int | None = None
+    gpu_name: str | None = None, budget_bytes: int | None = None, host_budget_bytes: int | None = None
 ) -> Device:
     """The named GPU, else the one in this machine, else this machine's CPU (which needs a budget).
 
     A budget for a GPU is what the allocator may reserve, as train.py limits it; without one everything but the CUDA
     context may be reserved. Raises ValueError naming the catalogue.
     """
-    found = gpus.find(gpu) if gpu else gpus.in_this_machine()
+    found = gpu(gpu_name) if gpu_name else gpus.in_this_machine()
     if found is not None:
-        limit = found.usable_bytes - cuda_layout.CONTEXT_BYTES
+        limit = found.memory_bytes - cuda_layout.CONTEXT_BYTES
         limit = limit if budget_bytes is None else min(budget_bytes, limit)
         return Device("cuda", found.name, limit, host_budget_bytes or found.host_bytes, found)
     if budget_bytes is None:
@@ -85,28 +92,27 @@ class Prediction:
     stalled_s: float = 0.0
     memory_error: float = 0.0
     time_error: float = 0.0
+    notes: list[str] = field(default_factory=list)  # what the mode cannot do here
 
 
 @dataclass
 class ModePlan:
-    """The longest context of one mode on one device, and what a step of that length needs (None: none fits)."""
+    """The longest context of one mode on one device (0: none fits), and what a step needs.
+
+    The step is of the length that was asked for, else of the longest, else of the shortest.
+    """
 
     mode: str
     longest_context: int
     limited_by: str  # device, host or max
-    at_longest: Prediction | None
     next_tried: int | None  # the shortest length known not to fit
+    step: Prediction
+    fits: bool  # whether that step does
 
     def record(self) -> dict[str, Any]:
-        """The mode's part of `--json`; without a length that fits, its numbers are null."""
-        names = Prediction.__dataclass_fields__
-        values = {name: getattr(self.at_longest, name) if self.at_longest else None for name in names}
-        return values | {
-            "mode": self.mode,
-            "longest_context": self.longest_context,
-            "limited_by": self.limited_by,
-            "next_tried": self.next_tried,
-        }
+        """The mode's part of `--json`."""
+        own = {"longest_context": self.longest_context, "limited_by": self.limited_by, "next_tried": self.next_tried}
+        return own | {"fits": self.fits} | vars(self.step)
 
 
 class Planner:
@@ -199,6 +205,7 @@ class Planner:
             _breakdown(kinds),
             int(self.reserved(peak + inputs)),
             memory_error=MEMORY_ERROR[self.device.kind],
+            notes=whole.notes,
         )
         if self.cuda:
             result.allowances_bytes = cuda_layout.allowances(result.peak_device_bytes)
@@ -280,35 +287,99 @@ def speed_of(device: Device, recipe: Recipe) -> Speed:
 
 
 def predict(
-    recipe: Recipe, device: Device, mode: str | Sequence[str] | None = None, seq_length: int | None = None,
+    recipe: Recipe,
+    device: Device,
+    mode: str | Sequence[str] | None = None,
+    seq_length: int | None = None,
     world_size: int = 1,
 ) -> Prediction:
     """What one step of the recipe needs, under `mode` and at `seq_length` (None: the recipe's own)."""
-    return Planner(recipe, mode or _own_mode(recipe), device, world_size).predict(seq_length or recipe.seq_length)
+    return Planner(recipe, mode or own_mode(recipe), device, world_size).predict(seq_length or recipe.seq_length)
 
 
-def _own_mode(recipe: Recipe) -> str | tuple[str, ...]:
-    return recipe.recompute if isinstance(recipe.recompute, (str, tuple)) and recipe.recompute != "auto" else "full"
+def own_mode(recipe: Recipe) -> str | tuple[str, ...]:
+    """The recipe's own mode or modes; `full` stands in for what is decided later."""
+    named = isinstance(recipe.recompute, (str, tuple)) and recipe.recompute != "auto"
+    return recipe.recompute if named else "full"  # type: ignore[return-value]
 
 
 def plan_mode(
-    recipe: Recipe, device: Device, mode: str, world_size: int = 1, granularity: int | None = None,
-    seq_max: int | None = None, seq_length: int | None = None,
+    recipe: Recipe,
+    device: Device,
+    mode: str | Sequence[str],
+    world_size: int = 1,
+    granularity: int | None = None,
+    seq_max: int | None = None,
+    seq_length: int | None = None,
 ) -> ModePlan:
-    """The longest context under one mode; with `seq_length`, the prediction is for that length."""
+    """The longest context under one mode, and a step at `seq_length`."""
     planner = Planner(recipe, mode, device, world_size)
-    found = planner.longest(granularity or recipe.sweep.granularity, seq_max or recipe.sweep.seq_max)
-    length = seq_length or found.longest
-    return ModePlan(
-        str(mode), found.longest, found.limited_by, planner.predict(length) if length else None, found.next_tried
-    )
+    granularity = granularity or recipe.sweep.granularity
+    found = planner.longest(granularity, seq_max or recipe.sweep.seq_max)
+    step = planner.predict(seq_length or found.longest or granularity)
+    return ModePlan(planner.mode, *found, step, not planner.fits(step.seq_length))
 
 
 def plan(
-    recipe: Recipe, device: Device, modes: Sequence[str] | None = None, world_size: int = 1,
-    granularity: int | None = None, seq_max: int | None = None, seq_length: int | None = None,
+    recipe: Recipe,
+    device: Device,
+    modes: Sequence[str] | None = None,
+    world_size: int = 1,
+    granularity: int | None = None,
+    seq_max: int | None = None,
+    seq_length: int | None = None,
+    workers: int | None = None,
 ) -> list[ModePlan]:
-    """`plan_mode` for each mode (None: all named ones)."""
-    return [
-        plan_mode(recipe, device, mode, world_size, granularity, seq_max, seq_length) for mode in modes or NAMED
+    """`plan_mode` for each mode (None: all named ones), in a few processes (None: at most two)."""
+    modes = list(modes or NAMED)
+    speed_of(device, recipe)  # measured once, here, and not while other processes compute
+    one = partial(
+        plan_mode,
+        recipe,
+        device,
+        world_size=world_size,
+        granularity=granularity,
+        seq_max=seq_max,
+        seq_length=seq_length,
+    )
+    workers = min(2, os.cpu_count() or 1) if workers is None else workers
+    if workers < 2 or len(modes) < 4 or not hasattr(os, "fork"):
+        return [one(mode) for mode in modes]
+    with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
+        return list(pool.map(one, modes))
+
+
+def advice(recipe: Recipe, device: Device, world_size: int = 1) -> str:
+    """What to do about a run that went out of memory: the longest context for its mode, and the cheapest mode that
+    fits its context.
+    """
+    own = own_mode(recipe)
+    found = Planner(recipe, own, device, world_size).longest(recipe.sweep.granularity, recipe.seq_length)
+    name = own if isinstance(own, str) else "this list of modes"
+    lines = [
+        f"the longest context that mode {name} should fit here is {found.longest:,} tokens"
+        if found.longest
+        else f"mode {name} should not fit here at any length"
     ]
+    fitting = [
+        planner.predict(recipe.seq_length)
+        for mode in NAMED
+        if not (planner := Planner(recipe, mode, device, world_size)).fits(recipe.seq_length)
+    ]
+    if fitting:
+        best = min(fitting, key=lambda step: step.step_time_s)
+        lines.append(
+            f"for {recipe.seq_length:,} tokens the cheapest mode that should fit is {best.mode}: "
+            f"recompute={best.mode} ({best.peak_device_bytes / 2**30:.2f} GiB at the peak)"
+        )
+    else:
+        lines.append(f"no mode should fit {recipe.seq_length:,} tokens here: {_remedies(recipe)}")
+    return "; ".join(lines) + ". Planned, not measured."
+
+
+def _remedies(recipe: Recipe) -> str:
+    tiles = recipe.tiles
+    missing = [name for name in type(tiles).model_fields if getattr(tiles, name) is None]
+    words = [f"set tiles.{name}=auto" for name in missing[:1]]
+    words += ["a smaller micro_batch_size"] if recipe.micro_batch_size > 1 else []
+    return ", or ".join([*words, "a shorter seq_length"])

@@ -60,7 +60,7 @@ class Interval:
     peak_host_bytes: int = 0
     kinds_bytes: list[int] = field(default_factory=list)  # at the peak
     owner: tuple[str, str, str] = ("", "", "")  # operation, module and phase of the peak
-    work: dict[str, Work] = field(default_factory=dict)  # by kernel class
+    work: dict[tuple[str, str], Work] = field(default_factory=dict)  # by phase and kernel class
 
 
 @dataclass
@@ -71,12 +71,13 @@ class Trace:
     intervals: list[Interval]
     after_forward: int  # index of the first interval of backward: its start is what forward left behind
     end: Interval  # only its start
+    notes: list[str] = field(default_factory=list)  # the mode's own warnings
 
 
 def trace(job: Job) -> Trace:
     """Traces forward, loss and backward of one micro-batch. Raises ValueError where the model code does."""
-    with fakes.surroundings(job), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the modes' own warnings; the planner shows them once
+    with fakes.surroundings(job), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         with torch.device("meta"):
             model = GPT(job.config)
         tiling.apply(model, **vars(job.tiles))
@@ -95,7 +96,8 @@ def trace(job: Job) -> Trace:
             loss.backward()
             del loss
             recorder.phase("")
-        return recorder.trace()
+        notes = list(dict.fromkeys(str(w.message) for w in caught if w.category is UserWarning))
+    return recorder.trace(notes)
 
 
 class _Books(Storages):
@@ -265,8 +267,9 @@ class _Recorder:
 
     def count(self, kernel: str, flops: float, nbytes: float) -> None:
         if self.intervals:
+            phase = "recompute" if is_recomputing() else "backward" if self.current_phase == "backward" else "forward"
             work = self.intervals[-1].work
-            work[kernel] = work.get(kernel, Work()) + Work(flops, nbytes, 1) * self._weight
+            work[phase, kernel] = work.get((phase, kernel), Work()) + Work(flops, nbytes, 1) * self._weight
 
     # -- kinds -----------------------------------------------------------------------------------------------
 
@@ -285,7 +288,7 @@ class _Recorder:
         starts, peaks = bisect_left(self._start_births, birth), bisect_left(self._peak_births, birth)
         self._moves.append((starts, peaks, len(self._peak_births), len(self.intervals), old, new, nbytes))
 
-    def trace(self) -> Trace:
+    def trace(self, notes: list[str]) -> Trace:
         for starts, peaks, ended, started, old, new, nbytes in self._moves:
             for kinds in (
                 *(interval.start_kinds_bytes for interval in self.intervals[starts:started]),
@@ -298,7 +301,7 @@ class _Recorder:
             interval.start_kinds_bytes[OTHER] -= self._start
         for interval in self.intervals:
             interval.kinds_bytes[OTHER] -= self._start
-        return Trace(self.job, self.intervals, self.after_forward, last)
+        return Trace(self.job, self.intervals, self.after_forward, last, notes)
 
 
 def _words(places: Places, origin: Any, names: dict[int, str]) -> tuple[str, str, str]:
