@@ -53,6 +53,15 @@ def _recomputed(config: GPTConfig, keys: float, mode: Mode, layers: int, tiles: 
         total += layers * up
     if tiles.attention_head_groups:
         total += layers * (qkv + (0 if config.attention == "sdpa" else core))
+    # Tiled attention that keeps its output can give a tiled MLP its input again; a recompute then ends before.
+    gives_again = (
+        tiles.attention_head_groups
+        and tiles.mlp_tile_tokens
+        and config.attention == "sdpa"
+        and not config.hidden_dropout
+    )
+    if gives_again:
+        total += layers * projection
     if mode.recompute == "selective":
         if "core_attn" in mode.modules and config.attention == "unfused" and not tiles.attention_head_groups:
             total += layers * scores
@@ -60,8 +69,9 @@ def _recomputed(config: GPTConfig, keys: float, mode: Mode, layers: int, tiles: 
             total += layers * up
     elif mode.recompute == "full":
         kept = {*mode.keep, *(["qkv"] if tiles.attention_head_groups and "attention" in mode.keep else [])}
-        parts = {"qkv": qkv, "attention": core, "projection": projection}
+        parts = {"qkv": qkv, "attention": core, "projection": 0 if gives_again else projection}
         total += layers * sum(flops for part, flops in parts.items() if part not in kept)
+        total += (layers - 1) * (projection if gives_again else 0)
         if tiles.mlp_tile_tokens:
             total += (layers - 1) * up
         elif "mlp_up" not in kept:
