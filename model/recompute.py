@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import nn
 
-from model import layer_loop
+from model import layer_loop, tiling
 from model.gpt import GPT, Block
 from model.layer_loop import Group
 from model.modes import NAMED, Mode, parse, parse_layers
@@ -86,7 +86,7 @@ def activity(model: GPT) -> Activity:
 def require_active(model: GPT, mode: str | Mode | Sequence[str | Mode]) -> None:
     """Raises RuntimeError when a training step was made and the mode did nothing of what it promises."""
     modes, done = parse_layers(mode, len(model.layers)), activity(model)
-    idle = {"core_attn"} if model.config.attention != "unfused" else set()
+    idle = tiling.covered(model) | ({"core_attn"} if model.config.attention != "unfused" else set())
     recomputing = [one for one in modes if one.recompute == "full" or set(one.modules) - idle]
     moving = [one for one in modes if one.offload]
     if recomputing and not done.recomputed and not done.compiled:
@@ -176,6 +176,11 @@ def _reasons_to_warn(model: GPT, groups: Sequence[Group]) -> Iterator[str]:
     fused = implementation != "unfused"
     for group in groups:
         name = str(group.mode)
+        if idle := tiling.covered(model) & {*group.mode.modules, *group.mode.keep}:
+            yield (
+                f"mode {name}: {', '.join(sorted(idle))} changes nothing here: tiles keep less than that, and compute "
+                "the rest again, in every mode"
+            )
         if fused and "core_attn" in group.mode.modules:
             yield (
                 f"mode {name}: recomputing core_attn saves nothing under attention={implementation}, whose kernel "

@@ -74,6 +74,16 @@ def applied(model: GPT) -> Tiles:
     return model.__dict__.get("_tiles", Tiles())
 
 
+def covered(model: GPT) -> set[str]:
+    """Words of a memory mode (model/modes.py) that change nothing, because the applied tiles keep less anyway."""
+    tiles, words = applied(model), set()
+    if tiles.attention_head_groups:
+        words |= {"core_attn", "qkv", "projection"}
+    if tiles.mlp_tile_tokens:
+        words |= {"mlp", "activation", "mlp_up"}
+    return words | {"norm"} if tiles.attention_head_groups and tiles.mlp_tile_tokens else words
+
+
 def resolve(
     config: GPTConfig,
     loss_tile_tokens: Auto = None,
