@@ -190,7 +190,7 @@ def test_tensorboard_that_fails_loses_no_record(
     [
         (["nothing-like-this"], "shipped recipes"),
         (["quickstart", "stepz=3"], "did you mean steps"),
-        (["quickstart", "global_batch_size=7"], "global_batch_size = 7"),
+        (["quickstart", "micro_batch_size=2", "global_batch_size=7"], "global_batch_size = 7"),
         (["quickstart", "recompute=auto", "budget=null"], "write budget: 8GiB"),
         (["quickstart", "data.sources=[/nowhere/at/all]"], "/nowhere/at/all"),
         (["quickstart", "--run-dir", "/dev/null/x"], "--run-dir"),
