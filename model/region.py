@@ -54,27 +54,6 @@ class Kept(Handle):
         return self.tensor
 
 
-class KeptView(Handle):
-    """A saved view of a parameter, taken again from the parameter itself.
-
-    A Linear saves its weight transposed. Held as it is, that view would keep a weight which ZeRO-3 gathered for
-    forward until backward.
-    """
-
-    __slots__ = ("offset", "parameter", "size", "stride", "version")
-
-    def __init__(self, view: torch.Tensor) -> None:
-        assert view._base is not None
-        self.parameter, self.version = view._base, view._version
-        self.size, self.stride = view.size(), view.stride()
-        self.offset = view.storage_offset() - view._base.storage_offset()
-
-    def get(self) -> torch.Tensor:
-        parameter = self.parameter.detach()
-        check_unchanged(parameter, self.version)
-        return parameter.as_strided(self.size, self.stride, parameter.storage_offset() + self.offset)
-
-
 def check_unchanged(tensor: torch.Tensor, version: int) -> None:
     """Raises RuntimeError when `tensor` is no longer what it was when autograd saved it."""
     if tensor._version != version:
@@ -138,9 +117,7 @@ class OuterHooks:
 
 def _keep(tensor: torch.Tensor) -> Any:
     # A parameter is saved as the object it is: ZeRO-3 and FSDP exchange its data between forward and backward.
-    if isinstance(tensor, torch.nn.Parameter):
-        return tensor
-    return KeptView(tensor) if is_parameter(tensor) else Kept(tensor)
+    return tensor if isinstance(tensor, torch.nn.Parameter) else Kept(tensor)
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ from tests.shapes import batch
 MODES = [name for name in recompute.MODES if "deepspeed" not in name]
 VARIED = ("selective+norm+activation+offload", "full", "full+attention+qkv+uniform2+offload")
 ALL = (*MODES, "full+attention+qkv+uniform2+offload", "selective+norm+activation+mlp")
-OURS = (region.Region, region.Slot, region.Kept, region.KeptView, layer_loop.Keeper, offload.Transfers, offload.Moved)
+OURS = (region.Region, region.Slot, region.Kept, layer_loop.Keeper, offload.Transfers, offload.Moved)
 
 
 @pytest.fixture(autouse=True)
