@@ -208,8 +208,11 @@ def make_engine_memory(
         from training.zero3_memory import Zero3Memory
 
         return Zero3Memory(recipe, parameters, world_size, cuda, config)
-    kind = {0: zero_memory.Zero0Memory, 1: zero_memory.Zero1Memory, 2: zero_memory.Zero2Memory}[stage]
-    return kind(recipe, parameters, world_size, cuda, config)
+    kinds = {0: zero_memory.Zero0Memory, 1: zero_memory.Zero1Memory, 2: zero_memory.Zero2Memory}
+    offload = (config["zero_optimization"].get("offload_optimizer") or {}).get("device", "none") != "none"
+    accumulates_fp32 = (config.get("data_types") or {}).get("grad_accum_dtype") == "fp32"
+    fp32_stage_1 = stage == 1 and accumulates_fp32 and recipe.precision == "bf16" and not offload
+    return (zero_memory.BF16Memory if fp32_stage_1 else kinds[stage])(recipe, parameters, world_size, cuda, config)
 
 
 def gathers(recipe: Recipe, world_size: int) -> bool:

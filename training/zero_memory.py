@@ -29,6 +29,7 @@ class DeepSpeedMemory(EngineMemory):
         self.offload = (self.zero.get("offload_optimizer") or {}).get("device", "none") != "none"
         self.groups = groups_of(parameters)
         sizes = {"fp16": 2, "bf16": 2, "bfp16": 2, "fp32": 4}
+        self.accumulates_fp32 = (config.get("data_types") or {}).get("grad_accum_dtype") == "fp32"
         self.communication_itemsize = sizes.get(config.get("communication_data_type") or "", self.itemsize)
 
 
@@ -46,7 +47,7 @@ class Zero0Memory(DeepSpeedMemory):
             self.hold(GRADIENTS, self.numel[name] * self.itemsize)  # type: ignore[index]
 
     def end_pass(self) -> None:
-        if self.last_pass:  # gradients are joined for the all-reduce, also when there is one rank
+        if self.last_pass and self.world_size > 1:  # gradients are joined for the all-reduce
             self.use(self._largest_join() * self.itemsize)
 
     def _largest_join(self) -> int:
@@ -67,10 +68,37 @@ class Zero0Memory(DeepSpeedMemory):
         self.hold(GRADIENTS, -self.itemsize * self.total)
 
 
+class BF16Memory(DeepSpeedMemory):
+    """Stage 1 with bf16 and accumulation: BF16_Optimizer. A float32 gradient of every weight on every rank, for good."""
+
+    def start(self) -> None:
+        unit = ALIGNMENT * self.world_size
+        flat = [-(-sum(p.numel for p in group) // unit) * unit for group in self.groups]
+        self.flat = flat
+        self.hold(PARAMETERS, sum(flat) * 2)
+        self.hold(GRADIENTS, sum(flat) * 4)
+        self.hold(OPTIMIZER, sum(flat) // self.world_size * 12 + STEP_BYTES * len(self.groups))
+
+    def at(self, mark: Mark) -> None:
+        kind, name = mark
+        if kind == "taken" and self.first_pass:
+            self.hold(GRADIENTS, self.numel[name] * 2)  # type: ignore[index]
+
+    def end_pass(self) -> None:
+        self.use(4 * max(self.numel.values()))  # each is added in float32
+        if self.last_pass:
+            joined = sum(self.flat) if self.flat[0] <= ALLREDUCE_ELEMENTS and len(self.flat) > 1 else 0
+            self.use(joined * 4 + max(joined, *self.flat) * self.communication_itemsize)
+
+    def update(self) -> None:
+        self.hold(GRADIENTS, -2 * self.total)
+
+
 class _PartitionedMemory(DeepSpeedMemory):
     """Stages 1 and 2: weights flat on every rank, optimizer state and gradients split over them.
 
-    Rank 0's bytes; other ranks differ by the parameters that lie across the cuts.
+    Rank 0's bytes; other ranks differ by the parameters that lie across the cuts. `compact`: gradients of several
+    micro-batches add up in a float32 partition of their own, not in the weights' dtype.
     """
 
     rank = 0
@@ -78,6 +106,7 @@ class _PartitionedMemory(DeepSpeedMemory):
     def start(self) -> None:
         self.bucket_elements = int(self.zero["reduce_bucket_size"])
         self.buffers = 2 if self.zero.get("overlap_comm") else 1
+        self.compact = self.itemsize == 2 and self.accumulates_fp32
         unit = ALIGNMENT * self.world_size
         self.flat = [-(-sum(p.numel for p in group) // unit) * unit for group in self.groups]
         self.part = [size // self.world_size for size in self.flat]
@@ -94,9 +123,12 @@ class _PartitionedMemory(DeepSpeedMemory):
         self.bucket: list[str] = []
         self.bucket_fill = 0
         self.ready = False
-        self.partition_held = 0  # gradients of the own partition, this pass
+        self.large: str | None = None  # a gradient that is too large for the bucket, being made
+        self.partition_held = 0  # bytes of gradients of the own partition, of this pass
         self.accumulated = 0  # and of earlier passes
-        self.own: dict[str, int] = {}  # gradients that stayed where autograd made them
+        self.compact_held: set[int] = set()  # groups whose float32 partition there is
+        self.own: dict[str, int] = {}  # bytes of gradients that stayed where autograd made them
+        self.on_host: set[str] = set()
 
         self.hold(PARAMETERS, sum(self.flat) * self.itemsize)
         state = sum(self.part) * 12
@@ -105,33 +137,35 @@ class _PartitionedMemory(DeepSpeedMemory):
             return
         largest = max(self.numel.values())
         self.hold_offloaded(OPTIMIZER, state + sum(self.part) * 4 + STEP_BYTES * len(self.groups))  # and gradients
-        self.hold_offloaded(OPTIMIZER, sum(self.part) * self.itemsize + largest * self.itemsize, registered=False)
+        self.hold_offloaded(OPTIMIZER, (sum(self.part) + largest) * self.itemsize, registered=False)
         self.hold(GRADIENTS, largest * self.itemsize)
 
     def update(self) -> None:
-        if self.offload:
+        if self.offload or self.compact:
+            for name in () if self.offload else self.owned:
+                self.use(NORM_BYTES * self.numel[name])
+            for i in list(self.compact_held):
+                self.hold(GRADIENTS, -4 * self.part[i])
+            self.compact_held.clear()
             return
         for name in self.owned:
             self.use(NORM_BYTES * self.numel[name])
         for i, part in enumerate(self.part):
             several = len([p for p in self.groups[i] if p.name in self.owned]) + (self._padding(i) > 0) > 1
-            joined = part * self.itemsize if several or self.itemsize == 4 else 0
+            joined = part * self.itemsize if several else 0
             self.hold(GRADIENTS, joined)
             if self.itemsize == 2:
                 self.hold(GRADIENTS, part * 4)
                 self.hold(GRADIENTS, -joined)
                 joined = part * 4
             if i == len(self.part) - 1:
-                self._drop_partition()
+                self.hold(GRADIENTS, -self.partition_held - self.accumulated)
+                self.partition_held = self.accumulated = 0
             self.hold(GRADIENTS, -joined)
 
     def _padding(self, group: int) -> int:
         used = sum(p.numel for p in self.groups[group])
         return max(0, self.flat[group] - used) if self.rank == self.world_size - 1 else 0
-
-    def _drop_partition(self) -> None:
-        self.hold(GRADIENTS, -(self.partition_held + self.accumulated) * self.itemsize)
-        self.partition_held = self.accumulated = 0
 
     # The reduce bucket, as reduce_independent_p_g_buckets_and_remove_grads fills it.
 
@@ -153,27 +187,33 @@ class _PartitionedMemory(DeepSpeedMemory):
 
     def _flush(self) -> None:
         slices = self._slices()
-        size = count = 0
-        for n in slices:
-            size, count = size + n, count + 1
-            if size > self.bucket_elements:
-                self._all_reduce(size, count)
-                size = count = 0
-        self._all_reduce(size, count)
+        if self.compact:
+            self._make_compact()
+        size = count = largest_own = 0
+        for rank, n in [*slices, (-1, 0)]:
+            largest_own = max(largest_own, n if rank == self.rank else 0)
+            size, count = size + n, count + (n > 0)
+            if size > self.bucket_elements or rank < 0:
+                joined = size * self.itemsize if count > 1 else 0
+                cast = size * self.communication_itemsize if self.communication_itemsize != self.itemsize else 0
+                self.use(joined + cast + (4 * largest_own if self.compact else 0))
+                size = count = largest_own = 0
         for name in self.bucket:
             if name in self.owned:
                 self._to_partition(name)
-            if name not in self.owned or name in self.own:
+            if name not in self.owned or not self.compact or self.offload:
                 self._clear(name)
         self.bucket, self.bucket_fill = [], 0
 
-    def _all_reduce(self, size: int, count: int) -> None:
-        joined = size * self.itemsize if count > 1 else 0
-        cast = size * self.communication_itemsize if self.communication_itemsize != self.itemsize else 0
-        self.use(joined + cast)
+    def _make_compact(self) -> None:
+        for name in self.bucket:
+            group = self.places[name][0]
+            if name in self.owned and group not in self.compact_held:
+                self.compact_held.add(group)
+                self.hold(GRADIENTS, 4 * self.part[group])
 
-    def _slices(self) -> list[int]:
-        """Sizes of the stretches of the bucket that go to one rank each."""
+    def _slices(self) -> list[tuple[int, int]]:
+        """(rank, elements) of the stretches of the bucket that go to one rank each."""
         slices: list[tuple[int, int]] = []
         for name in self.bucket:
             group, first = self.places[name]
@@ -181,26 +221,27 @@ class _PartitionedMemory(DeepSpeedMemory):
             while first < end:
                 rank = min(first // part, self.world_size - 1)
                 size = min(end, (rank + 1) * part) - first if rank < self.world_size - 1 else end - first
-                if slices and slices[-1][0] == rank:
+                apart = self.compact and rank == self.rank  # each goes to a place of its own
+                if slices and slices[-1][0] == rank and not apart:
                     slices[-1] = rank, slices[-1][1] + size
                 else:
                     slices.append((rank, size))
                 first += size
-        return [size for _, size in slices]
+        return slices
 
     def _to_partition(self, name: str) -> None:
         if self.offload:
             n = self.numel[name]
-            if self.accumulation > 1 and name not in self.on_host:
+            if self.accumulation > 1 and not self.compact and name not in self.on_host:
                 self.on_host.add(name)
                 self.hold_offloaded(GRADIENTS, n * self.itemsize, registered=False)
             if self.last_pass:
                 self.use(NORM_BYTES * n)
-                if self.itemsize != 4:
+                if self.itemsize != 4 and not self.compact:
                     self.use(4 * n)
-        elif not self.partition_held:
-            self.partition_held = self.owned_elements
-            self.hold(GRADIENTS, self.owned_elements * self.itemsize)
+        elif not self.partition_held and not self.compact:
+            self.partition_held = self.owned_elements * self.itemsize
+            self.hold(GRADIENTS, self.partition_held)
 
     def _clear(self, name: str) -> None:
         self.hold(GRADIENTS, -self.own.pop(name, 0))
@@ -213,14 +254,14 @@ class _PartitionedMemory(DeepSpeedMemory):
         for name in list(self.own):
             self._clear(name)
         if self.accumulated:
-            self.hold(GRADIENTS, -self.partition_held * self.itemsize)
+            self.hold(GRADIENTS, -self.partition_held)
         else:
             self.accumulated = self.partition_held
         self.partition_held = 0
 
-    @property
-    def on_host(self) -> set[str]:
-        return self.__dict__.setdefault("_on_host", set())
+    def _keep_own(self, name: str) -> None:
+        self.own[name] = self.numel[name] * self.itemsize
+        self.hold(GRADIENTS, self.own[name])
 
 
 class Zero1Memory(_PartitionedMemory):
@@ -231,8 +272,7 @@ class Zero1Memory(_PartitionedMemory):
         if kind == "gradient":
             self._ready()
         elif kind == "taken" and name not in self.own:
-            self.own[name] = self.numel[name] * self.itemsize  # type: ignore[index]
-            self.hold(GRADIENTS, self.own[name])  # type: ignore[index]
+            self._keep_own(str(name))
 
     def end_pass(self) -> None:
         if not self.last_pass:
@@ -251,12 +291,11 @@ class Zero2Memory(_PartitionedMemory):
         kind, name = mark
         if kind == "gradient":
             self._ready()
-            if not self._into_bucket(name):  # type: ignore[arg-type]
-                self.large = name
-        elif kind == "taken" and name == getattr(self, "large", None):
+            if not self._into_bucket(str(name)):
+                self.large = str(name)
+        elif kind == "taken" and name == self.large:
+            self._keep_own(str(name))
             self.large = None
-            self.own[name] = self.numel[name] * self.itemsize  # type: ignore[index]
-            self.hold(GRADIENTS, self.own[name])  # type: ignore[index]
 
     def end_pass(self) -> None:
         self._epilogue()
