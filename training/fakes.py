@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from model import attention_tiles, gpt, host, loss_tiles, mlp_tiles, offload_deepspeed
+from model import attention_kernels, attention_tiles, gpt, host, loss_tiles, mlp_tiles, offload_deepspeed
 from model.region import is_parameter
 
 
@@ -63,7 +63,7 @@ def _flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any
 
 
 def _find_kernel(implementation: str, *_: Any) -> Any:
-    return attention_tiles.CPU if implementation == "sdpa" else None
+    return attention_kernels.CPU if implementation == "sdpa" else None
 
 
 def _cuda_dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
