@@ -43,7 +43,7 @@ def write(folder: Path, summary: dict[str, Any], figures: dict[str, Figure], tab
             _write_mode(writer, summary, name, mode)
     with SummaryWriter(str(board / "report")) as writer:
         for name, figure in figures.items():
-            writer.add_figure(name, figure, close=False)
+            writer.add_figure(f"report/{name}", figure, close=False)
         writer.add_custom_scalars(LAYOUT)
         if table:
             writer.add_text("results", table)
@@ -53,12 +53,8 @@ def _write_mode(writer: Any, summary: dict[str, Any], name: str, mode: dict[str,
     from torch.utils.tensorboard.summary import hparams
 
     longest = longest_of(summary, name)
-    settings = {
-        "mode": mode["mode"],
-        "attention": mode["attention"],
-        "limited_by": mode["limited_by"] or mode["status"],
-    }
-    settings |= {"budget_gib": (summary["budget_bytes"] or 0) / GIB, "micro_batch_size": summary["micro_batch_size"]}
+    settings = {"mode": mode["mode"], "attention": mode["attention"]}
+    settings["limited_by"] = mode["limited_by"] or mode["status"]
     for part in hparams(settings, dict.fromkeys([LONGEST, *TAGS])):
         writer.file_writer.add_summary(part)
     for timing in mode["timings"]:

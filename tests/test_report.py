@@ -1,0 +1,242 @@
+"""What a person gets from a sweep: every picture, table and sentence says what was measured."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_trials import FakeTrials, longest, plain, recipe, sweep
+
+from tools import figures, publish, recommend, report, summary, tensorboard_sweep, trials
+from training.run import USAGE
+
+MODES = "[none, selective, full, full+attention]"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished sweep of four modes under two attentions, one of which failed, with its report."""
+    path = tmp_path_factory.mktemp("sweep")
+    broken = lambda mode, tokens, steps: "failed" if mode == "selective" else plain(mode, tokens, steps)  # noqa: E731
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trials.processes, "run", FakeTrials(broken))
+        settings = recipe("sweep.attention=[unfused, sdpa]", modes=MODES)
+        running = sweep(path, settings, lambda v: longest(v.mode, 64))
+        running.run()
+        summary.write(path, summary.of(running))
+    report.write(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[str, Any]:
+    return summary.read(folder)
+
+
+def test_the_report_has_table_pictures_recipe_environment_and_what_failed(folder: Path) -> None:
+    text = (folder / "report.md").read_text()
+    pictures = re.findall(r"!\[[^]]+\]\((\w+\.png)\)", text)
+    assert pictures == ["longest_context.png", "speed.png", "overhead.png", "memory.png", "timeline.png"]
+    assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in pictures)
+    assert "| unfused/none | 960 | device | 960 = |" in text
+    assert "| unfused/selective | failed |" in text
+    assert "`unfused/selective` was stopped, failed:" in text
+    assert re.search(r"\| `full` \| sdpa \| 4,992 \| oom \|", text)  # rows that did not complete stay in
+    assert (
+        '`device` | `"a test"`' in text.replace("`device_memory", "")
+        or '"a test"' in (folder / "environment.json").read_text()
+    )
+    assert "```yaml\nname: quickstart\n" in text
+    assert "| `sdpa/full` | `sdpa/none` | x5.13 | longer |" in text  # the order that theory tells, by how much
+
+
+def test_a_table_in_the_terminal_and_errors_for_people(folder: Path, tmp_path: Path, capsys) -> None:
+    assert report.main([str(folder)]) == 0
+    said = capsys.readouterr().out
+    for words in ("sdpa/full+attention", "3,264", "x1.05", "exit code 1: failed: an error", "A context of up to"):
+        assert words in said
+    assert report.main([str(tmp_path)]) == USAGE
+    assert "no finished sweep" in capsys.readouterr().err
+    (tmp_path / "trials.jsonl").touch()
+    assert report.main([str(tmp_path)]) == USAGE
+    assert "run it again, it goes on" in capsys.readouterr().err
+
+
+def test_every_axis_names_its_unit_and_every_curve_has_a_look_of_its_own(folder: Path, found: dict[str, Any]) -> None:
+    drawn = figures.draw(found, summary.read_memory(folder))
+    assert list(drawn) == ["longest_context", "speed", "overhead", "memory", "timeline"]
+    for name, figure in drawn.items():
+        axes = figure.axes
+        assert re.search(r"tokens|iB|operation", axes[-1].get_xlabel()), name
+        if name in ("speed", "overhead", "timeline"):
+            assert re.search(r"tokens/s|step time|[KMG]iB", axes[0].get_ylabel()), name
+        for panel in axes:
+            looks = [
+                (line.get_marker(), line.get_linestyle())
+                for line in panel.lines
+                if line.get_marker() in figures.MARKERS
+            ]
+            assert len(set(looks)) == len(looks), name
+        hatches = [(patch.get_hatch(), patch.get_label()) for patch in axes[0].patches if patch.get_label()[0] != "_"]
+        assert len({hatch for hatch, _ in hatches}) == len(hatches), name
+    figures.save(drawn, folder)
+
+
+def test_modes_of_a_failed_sweep_do_not_break_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for status in ("oom", "failed"):
+        folder = tmp_path / status
+        monkeypatch.setattr(trials.processes, "run", FakeTrials(lambda *ignored: status))  # noqa: B023
+        running = sweep(folder, recipe())
+        running.run()
+        summary.write(folder, summary.of(running))
+        report.write(folder)
+        text = (folder / "report.md").read_text()
+        assert "Nothing can be recommended" in text
+        assert ("nothing fits" in text) == (status == "oom")
+
+
+# -- what to use -------------------------------------------------------------------------------------------------
+
+
+def test_for_a_wanted_context_the_fastest_mode_that_fits(found: dict[str, Any]) -> None:
+    chosen = [(c.mode, c.begin, c.end) for c in recommend.choices(found)]
+    assert chosen == [("unfused/none", 1, 960), ("unfused/full+attention", 961, 3264), ("unfused/full", 3265, 4928)]
+    lines = list(recommend.lines(found))
+    assert lines[0].startswith(
+        "A context of up to 960 tokens: `unfused/none`, 1,000 tokens/s at 960. Of what fits, nothing"
+    )
+    assert lines[1].startswith(
+        "A context of 961 to 3,264 tokens: `unfused/full+attention`, 952 tokens/s at 3,264. `unfused/none` ends at 960"
+    )
+    assert "its step takes x1.05 of `none`'s at 960" in lines[1]
+    assert lines[3] == "At least 1,000 tokens/s: up to 960 tokens with `unfused/none`, at a peak of 95 KiB."
+    assert lines[4].startswith("At least 952 tokens/s: up to 3,264 tokens with `unfused/full+attention`")
+
+
+def test_modes_that_are_about_as_fast_are_named_and_the_simplest_is_taken(found: dict[str, Any]) -> None:
+    first = recommend.choices(found)[0]
+    assert first.alike == ("sdpa/none",)
+    noisy = json.loads(json.dumps(found))
+    for timing in noisy["modes"]["sdpa/none"]["timings"]:
+        timing["step_time_s"] *= 0.98  # within what is called alike
+    assert recommend.choices(noisy)[0].mode == "unfused/none"
+
+
+def test_theory_orders_only_what_it_can(found: dict[str, Any]) -> None:
+    pairs = {(a, b) for a, b, _ in recommend.order(found)}
+    assert ("sdpa/selective", "sdpa/full+attention") in pairs
+    assert ("unfused/selective", "unfused/full+attention") not in pairs  # its scores are kept
+    assert ("unfused/none", "sdpa/full") not in pairs
+    assert all((b, a) not in pairs for a, b in pairs)
+
+
+def test_publishing_makes_a_dated_folder_and_a_decision_once(folder: Path, tmp_path: Path) -> None:
+    target = publish.publish(folder, tmp_path)
+    again = publish.publish(folder, tmp_path)
+    assert target == again == tmp_path / "2026-01-02-quickstart-cpu"
+    names = {file.name for file in target.iterdir()}
+    assert names == {*publish.RECORDS, *(f"{name}.png" for name in report.PICTURES)}
+    text = (tmp_path / "DECISIONS.md").read_text()
+    assert text.count("## 2026-01-02: quickstart within") == 1
+    for words in ("A context of up to 960 tokens", "Evidence: [2026-01-02-quickstart-cpu]", "What would change it:"):
+        assert words in text
+    (tmp_path / "DECISIONS.md").write_text(text + "\n## 2026-01-03: by hand\n\nKept.\n")
+    publish.publish(folder, tmp_path)
+    assert "Kept." in (tmp_path / "DECISIONS.md").read_text()
+    for file in target.iterdir():
+        assert socket.gethostname().encode() not in file.read_bytes()
+
+
+# -- TensorBoard -------------------------------------------------------------------------------------------------
+
+
+def test_tensorboard_has_a_run_per_mode_over_the_context(folder: Path, found: dict[str, Any]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.custom_scalar import layout_pb2
+    from tensorboard.plugins.hparams import plugin_data_pb2
+
+    for name, entry in found["modes"].items():
+        events = EventAccumulator(str(folder / "tb" / name))
+        events.Reload()
+        tags = events.Tags()["scalars"]
+        if entry["status"] == "failed":
+            assert "sweep/tokens_per_s" not in tags
+            continue
+        assert set(tags) == {*tensorboard_sweep.TAGS, tensorboard_sweep.LONGEST}
+        speeds = {e.step: e.value for e in events.Scalars("sweep/tokens_per_s")}
+        assert speeds == pytest.approx({t["seq_length"]: t["tokens_per_s"] for t in entry["timings"]})
+        assert [(e.step, e.value) for e in events.Scalars("sweep/longest_context")] == [(entry["longest_context"],) * 2]
+        peaks = [e.value for e in events.Scalars("sweep/peak_device_gib")]
+        assert peaks == pytest.approx([t["peak_device_bytes"] / 2**30 for t in entry["timings"]])
+        content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+        start = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info
+        assert start.hparams["mode"].string_value == entry["mode"]
+        assert start.hparams["attention"].string_value == entry["attention"]
+    events = EventAccumulator(str(folder / "tb" / "report"))
+    events.Reload()
+    assert set(events.Tags()["images"]) == {f"report/{name}" for name in report.PICTURES}
+    text = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
+    (category,) = layout_pb2.Layout.FromString(text).category
+    assert [chart.multiline.tag[0] for chart in category.chart] == [
+        *(c[1][0] for c in tensorboard_sweep.LAYOUT["All modes"].values())
+    ]
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update", "--hide-scrollbars"),
+    *("--window-size=1500,1100", "--virtual-time-budget=30000"),
+)
+# Colours that TensorBoard gives to the first runs.
+RUN_COLOURS = ((255, 112, 67), (0, 119, 187), (204, 51, 17), (51, 187, 238), (238, 51, 119), (0, 153, 136))
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here to look at TensorBoard with (apt install chromium)")
+def test_a_real_browser_shows_all_modes_in_one_chart(folder: Path, tmp_path: Path) -> None:
+    import numpy as np
+    from matplotlib.image import imread
+
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder / "tb"), "--port", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        address = f"http://localhost:{port}/"
+        _wait_for(f"{address}data/plugin/custom_scalars/layout", server)
+        shot = tmp_path / "screenshot.png"
+        words = [*FLAGS, f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={shot}"]
+        subprocess.run(
+            [str(CHROMIUM), *words, f"{address}#custom_scalars"], check=True, timeout=180, capture_output=True
+        )
+    finally:
+        server.kill()
+        server.wait()
+    image = (imread(shot)[:, :, :3] * 255).round().astype(int)
+    charts = image[120:420, 380:720].reshape(-1, 3)  # the first chart: speed against context, all modes
+    seen = [colour for colour in RUN_COLOURS if (np.abs(charts - colour).max(axis=1) < 12).sum() > 30]
+    assert len(seen) >= 4
+
+
+def _wait_for(address: str, server: subprocess.Popen[bytes], limit_s: float = 120) -> None:
+    give_up_s = time.monotonic() + limit_s
+    while True:
+        try:
+            with urllib.request.urlopen(address, timeout=5) as answer:
+                if "Multiline" in answer.read().decode() or answer.status == 200:
+                    return
+        except OSError:
+            pass
+        assert server.poll() is None
+        assert time.monotonic() < give_up_s
+        time.sleep(0.2)
