@@ -51,9 +51,7 @@ def changes(a: dict[str, Any], b: dict[str, Any], speed: float, length: float) -
         at, before, after = _at_same_size(a["axis"], old, new)
         speeds = before.get("tokens_per_s"), after.get("tokens_per_s")
         if speeds[0] and speeds[1] and speeds[1] < speeds[0] * (1 - speed):
-            worse.append(
-                f"runs {speeds[1] / speeds[0] - 1:+.0%} as fast at {count(at)}".replace(" as fast", " in speed")
-            )
+            worse.append(f"runs at {speeds[1] / speeds[0]:.0%} of its speed at {count(at)}")
         peaks = before.get("peak_device_bytes"), after.get("peak_device_bytes")
         yield Change(name, longest, at, speeds, peaks, tuple(worse))
 

@@ -68,6 +68,8 @@ class Gate:
         result: dict[str, Any] = {}
         if wanted.keys() & {"tokens_per_s", "peak_device_gib", "val_loss"}:
             result = self._trained() if "val_loss" in wanted else self._steps(self.variant, 0)
+            if result.get("status") != "completed":
+                result = {"error": f"{result.get('status', 'failed')}: {result['error']}"}
         for target, value in wanted.items():
             if target == "longest_context_tokens":
                 yield self._longest(value)
@@ -127,7 +129,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         recipe = prepared(given)
         if not any(value is not None for value in recipe.targets.model_dump().values()):
-            raise recipe.error("targets", "sets none; write for example targets: {longest_context_tokens: 8192}")
+            hint = "write for example targets: {longest_context_tokens: 8192}"
+            raise RecipeError(f"recipe {recipe.name}: sets no targets, so nothing can be missed; {hint}")
         folder = given.out or ROOT / "sweeps" / f"{recipe.name}-gate"
         own = Variant(recipe.model.attention, mode_text(recipe))
         verdicts = []
