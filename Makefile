@@ -13,7 +13,12 @@ MODES :=##                  sweep: modes to compare: MODES="none full full+offlo
 SEQ_MAX :=##                sweep: longest length tried, in tokens
 GRANULARITY :=##            sweep: lengths tried are multiples of it
 STEPS :=##                  sweep: optimizer steps a length must survive
+AXIS :=##                   sweep: what is searched: seq_length (default) or micro_batch_size
 OUT :=##                    folder of the sweep; default sweeps/<recipe name>, continued if it is there
+PUBLISH :=##                sweep, report: PUBLISH=1 copies to results/ and appends to results/DECISIONS.md
+A :=##                      compare: folder of the older sweep
+B :=##                      compare: folder of the newer sweep
+TOLERANCE :=##              compare: share of speed that may be lost; default 0.1
 RUN_DIR :=##                folder of the run; default runs/<recipe name>, continued if it is there
 NPROC :=##                  processes; default one per GPU, or one on CPU
 LOGDIR := runs##            what tensorboard shows
@@ -32,7 +37,7 @@ BUDGETS = $(if $(BUDGET),'budget=$(BUDGET)') $(if $(HOST_BUDGET),'host_budget=$(
 BUDGET_OPTIONS = $(call option,GPU,gpu) $(call option,BUDGET,budget) $(call option,HOST_BUDGET,host-budget)
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev train sweep report tensorboard test test-slow lint bench
+.PHONY: help install dev train sweep report compare gate tensorboard test test-slow lint bench
 
 help: ## this text
 	@echo 'make TARGET [VARIABLE=value ...]'
@@ -66,13 +71,22 @@ train: $(VENV)/installed ## train RECIPE; a second call continues
 	@set -f; $(PY) tools/prepare_data.py $(WORDS) $(BUDGETS)
 	@set -f; exec $(PY) tools/launch.py $(WORDS) $(BUDGETS) $(call option,RUN_DIR,run-dir) $(call option,NPROC,processes)
 
+SWEEP = $(BUDGET_OPTIONS) $(call option,SEQ_MAX,seq-max) $(call option,GRANULARITY,granularity) \
+    $(call option,STEPS,steps) $(call option,NPROC,processes) $(call option,OUT,out)
+
 sweep: $(VENV)/installed ## measure the longest context of every mode under the budget; a second call continues
-	@set -f; exec $(PY) tools/sweep.py $(WORDS) $(BUDGET_OPTIONS) $(call option,MODES,modes) \
-	    $(call option,SEQ_MAX,seq-max) $(call option,GRANULARITY,granularity) $(call option,STEPS,steps) \
-	    $(call option,NPROC,processes) $(call option,OUT,out)
+	@set -f; exec $(PY) tools/sweep.py $(WORDS) $(SWEEP) $(call option,MODES,modes) $(call option,AXIS,axis) \
+	    $(if $(PUBLISH),--publish)
 
 report: $(VENV)/installed ## write a sweep's table and pictures again, from its records
-	@exec $(PY) tools/report.py '$(or $(OUT),sweeps/$(notdir $(RECIPE:.yaml=)))'
+	@exec $(PY) tools/report.py '$(or $(OUT),sweeps/$(notdir $(RECIPE:.yaml=)))' $(if $(PUBLISH),--publish)
+
+compare: $(VENV)/installed ## what changed from sweep A to sweep B; ends with an error when B is worse
+	@test -n '$(A)' -a -n '$(B)' || { echo 'write A=sweeps/older B=sweeps/newer' >&2; exit 2; }
+	@exec $(PY) tools/compare.py '$(A)' '$(B)' $(call option,TOLERANCE,tolerance)
+
+gate: $(VENV)/installed ## measure whether RECIPE reaches its targets; ends with an error when it does not
+	@set -f; exec $(PY) tools/gate.py $(WORDS) $(SWEEP)
 
 tensorboard: $(VENV)/installed ## show runs in the browser: http://localhost:6006
 	@exec $(VENV)/bin/tensorboard --logdir '$(LOGDIR)' --host '$(HOST)' --port $(PORT)

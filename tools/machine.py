@@ -49,10 +49,12 @@ def facts(processes: int | None = None) -> dict[str, Any]:
 
 
 def memory_of(gpu: str) -> int:
-    """Bytes of memory of a GPU by name. Raises RecipeError."""
-    try:
-        from training import planner
+    """Bytes that a run may use on a GPU, by its name in the planner's catalogue. Raises RecipeError."""
+    from training import planner
 
-        return planner.gpu(gpu).memory_bytes  # type: ignore[attr-defined]
-    except (ImportError, AttributeError):
-        raise RecipeError(f"--gpu {gpu}: is not known here; write --budget instead") from None
+    try:
+        budget_bytes = planner.device(gpu=gpu).budget_bytes
+    except ValueError as error:
+        raise RecipeError(f"--gpu {gpu}: {error}") from None
+    assert budget_bytes is not None
+    return budget_bytes
