@@ -196,7 +196,7 @@ def main(arguments: list[str]) -> int:
     try:
         recipe = load(given.recipe, given.overrides)
         recipe.accumulation_steps(size)
-        check(recipe)
+        check(recipe, size)
         here = world.join()
         folder = RunFolder(given.run_dir or ROOT / "runs" / recipe.name)
         if not claim(folder, recipe, here):

@@ -5,8 +5,10 @@ A mode is written as words joined by `+`: what is recomputed first, then its det
     none   selective   selective+norm+activation   norm+activation   selective+mlp
     full   full+attention   full+uniform2   full+block3   full+sqrt
     none+offload   full+offload   full+attention+offload   full+deepspeed_offload
+    budget0.5
 
 `selective` is Megatron-LM's: the core attention. `norm`, `activation` and `mlp` add to it, or stand alone.
+`budget0.5` leaves the choice to torch.compile's partitioner, for half of what it would keep.
 
 This file imports no torch, so that a recipe can be checked in milliseconds.
 """
@@ -27,7 +29,8 @@ KEEPABLE = ("attention", "qkv", "projection", "mlp_up")
 class Mode:
     """What one layer remembers.
 
-    recompute   none: what autograd saves; selective: all but the inside of `modules`; full: layer inputs only
+    recompute   none: what autograd saves; selective: all but the inside of `modules`; full: layer inputs only;
+                budget: what torch.compile's partitioner picks for the share `fraction` of what it would keep
     modules     selective: what is recomputed, of RECOMPUTABLE
     keep        full: outputs that are kept all the same, of KEEPABLE
     grouping    full: uniform = groups of `group` layers, block = the first `group` layers, sqrt = about sqrt(L) groups
@@ -35,18 +38,23 @@ class Mode:
                 copies (async) or by DeepSpeed's cpu_checkpointing (deepspeed)
     """
 
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Literal["none", "selective", "full", "budget"] = "none"
     modules: tuple[str, ...] = ()
     keep: tuple[str, ...] = ()
     grouping: Literal["uniform", "block", "sqrt"] = "uniform"
     group: int = 1
     offload: Literal["async", "deepspeed"] | None = None
+    fraction: float = 1.0
 
     def __post_init__(self) -> None:
         full, grouped = self.recompute == "full", (self.grouping, self.group) != ("uniform", 1)
         deepspeed = self.offload == "deepspeed"
         problems = {
-            "recompute is none, selective or full": self.recompute not in ("none", "selective", "full"),
+            "recompute is none, selective, full or budget": self.recompute
+            not in ("none", "selective", "full", "budget"),
+            "fraction is from 0 to 1, and only budget has one": not 0 <= self.fraction <= 1
+            or (self.recompute != "budget" and self.fraction != 1),
+            "budget leaves all else to the compiler": self.recompute == "budget" and self.offload is not None,
             "grouping is uniform, block or sqrt": self.grouping not in ("uniform", "block", "sqrt"),
             "offload is None, async or deepspeed": self.offload not in (None, "async", "deepspeed"),
             "selective, and only selective, names modules": (self.recompute == "selective") != bool(self.modules),
@@ -62,6 +70,8 @@ class Mode:
                 raise ValueError(f"{self!r}: {rule}")
 
     def __str__(self) -> str:
+        if self.recompute == "budget":
+            return f"budget{self.fraction:g}"
         words: list[str] = [] if self.modules else [self.recompute]
         words += ["selective" if module == "core_attn" else module for module in self.modules]
         words += self.keep
@@ -97,12 +107,14 @@ NAMED = (
 def parse(name: str) -> Mode:
     """The mode a name stands for; ValueError says which word is wrong and which ones there are."""
     first, *words = name.split("+")
+    if first.startswith("budget"):
+        return _parse_budget(name)
     if first in RECOMPUTABLE:
         first, words = "selective", [first, *words]
     elif first == "selective":
         words = ["core_attn", *words]
     elif first not in ("none", "full"):
-        starts = ("none", "selective", "full", *RECOMPUTABLE)
+        starts = ("none", "selective", "full", "budgetX", *RECOMPUTABLE)
         raise ValueError(f"mode {name!r}: starts with {first!r}, not with one of {', '.join(starts)}{_hint(name)}")
     allowed = ["offload"]
     if first == "selective":
@@ -141,6 +153,16 @@ def parse(name: str) -> Mode:
     modules = [m for m in RECOMPUTABLE if m in modules]
     keep = [k for k in KEEPABLE if k in keep]
     return Mode(first, tuple(modules), tuple(keep), grouping, group, offload)  # type: ignore[arg-type]
+
+
+def _parse_budget(name: str) -> Mode:
+    number = re.fullmatch(r"budget(0|1|[01]?\.[0-9]+)", name)
+    if not number or float(number[1]) > 1:
+        raise ValueError(
+            f"mode {name!r}: write budget and a share from 0 to 1, such as budget0.5, and no other word: what is kept "
+            "is the compiler's choice"
+        )
+    return Mode("budget", fraction=float(number[1]))
 
 
 def parse_layers(value: str | Mode | Sequence[str | Mode], num_layers: int) -> list[Mode]:

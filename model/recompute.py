@@ -10,6 +10,7 @@ tables below and the loop over the layers. Parameters, their names and `state_di
     full                       the input of a layer, or of a group      everything but the last GEMM
     full+attention             layer input, attention output            everything but attention and the last GEMM
     ...+offload                the same, in host memory                 the same
+    budget0.5                  torch.compile's choice, for half of it   what it takes           (model/budget.py)
 
 The forwards that are put in place: model/layer_loop.py. How a thing is forgotten and brought back: model/region.py.
 How it is moved: model/offload.py.
@@ -24,7 +25,7 @@ from typing import Any
 
 from torch import nn
 
-from model import layer_loop, tiling
+from model import budget, layer_loop, tiling
 from model.gpt import GPT, Block
 from model.layer_loop import Group
 from model.modes import NAMED, Mode, parse, parse_layers
@@ -67,6 +68,9 @@ def apply(model: GPT, mode: str | Mode | Sequence[str | Mode], host_budget_bytes
 
     model.__dict__["_recompute"] = applied
     layers: list[Block] = list(model.layers)  # type: ignore[arg-type]
+    if any(one.recompute == "budget" for one in modes):
+        _compile(model, modes, applied)
+        return applied.activity
     for layer, one in zip(layers, modes):
         _switch(layer, one, applied, _is_stochastic(model))
     groups = make_groups(range(len(layers)), modes)
@@ -91,6 +95,8 @@ def require_active(model: GPT, mode: str | Mode | Sequence[str | Mode]) -> None:
     moving = [one for one in modes if one.offload]
     if recomputing and not done.recomputed and not done.compiled:
         raise RuntimeError(f"mode {recomputing[0]} recomputed nothing: its forward was replaced or not trained")
+    if modes[0].recompute == "budget" and not done.compiled:
+        raise RuntimeError(f"mode {modes[0]} compiled nothing: its forward was replaced or not trained")
     if moving and not done.offloaded_bytes:
         raise RuntimeError(
             f"mode {moving[0]} moved 0 bytes to host memory: every tensor is smaller than "
@@ -157,6 +163,20 @@ def _switch(layer: Block, mode: Mode, applied: _Applied, stochastic: bool) -> No
         exchange(CASTS.get(name, ()), layer_loop.cast_recomputed)
     for name in mode.keep:
         exchange(KEPT[name], layer_loop.kept)
+
+
+def _compile(model: GPT, modes: Sequence[Mode], applied: _Applied) -> None:
+    mode = modes[0]
+    if any(one != mode for one in modes):
+        raise ValueError(f"mode {mode} is for all layers: they share what is compiled; name it for every layer")
+    tiles = tiling.applied(model)
+    if tiles.mlp_tile_tokens or tiles.attention_head_groups:
+        raise ValueError(
+            f"mode {mode}: the compiler cannot see into tiles of layers; leave them out, or take another mode"
+        )
+    compiled = budget.compiler(mode.fraction, next(model.parameters()).device.type, applied.activity)
+    for layer in model.layers:
+        applied.exchange(layer, "forward", partial(budget.run, layer, type(layer).forward, compiled))
 
 
 def _modules(layer: Block, paths: Sequence[str]) -> Iterator[nn.Module]:

@@ -221,7 +221,7 @@ def spread(choices: Sequence[Choice]) -> tuple[Mode, ...]:
 
 
 def made_for(recipe: Recipe, config: GPTConfig, world_size: int, device: str) -> Made:
-    engine = recipe.engine.name
+    engine: str = recipe.engine.name
     if recipe.engine.deepspeed_config:
         engine += f" {recipe.engine.deepspeed_config}"
     return Made(

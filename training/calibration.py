@@ -114,7 +114,7 @@ def _measure(shape: Shape, modes: Sequence[Mode], device: torch.device) -> dict[
     cuda = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(cuda), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        layer = _Layer(shape, device)
+        layer = Layer(shape, device)
         seconds: dict[str, list[tuple[float, float]]] = {str(mode): [] for mode in modes}
         head: list[float] = []
         start = time.perf_counter()
@@ -144,7 +144,7 @@ def _measure(shape: Shape, modes: Sequence[Mode], device: torch.device) -> dict[
     return facts
 
 
-class _Layer:
+class Layer:
     """A model of one layer and the tensors around it."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
@@ -166,15 +166,18 @@ class _Layer:
             self.rope = rope_table(shape.seq_length, shape.config.head_dim, shape.config.rope_theta, device)
 
     def run(self, mode: Mode) -> tuple[float, float]:
-        recompute.apply(self.model, mode)
         try:
             start = self._now()
-            out = self.model.run_layers(self.x, self.rope)
+            out = self.forward(mode)
             middle = self._now()
             out.backward(self.gradient)
             return middle - start, self._now() - middle
         finally:
             self.forget()
+
+    def forward(self, mode: Mode) -> torch.Tensor:
+        recompute.apply(self.model, mode)
+        return self.model.run_layers(self.x, self.rope)
 
     def run_head(self) -> float:
         start = self._now()

@@ -15,8 +15,10 @@ import torch
 
 from model import tiling
 from model.gpt import GPTConfig
-from training import auto, calibration, hardware, layer_plan, run
+from training import auto, build, calibration, compile_budget, hardware, layer_plan, run
 from training.assignment import DoesNotFit
+from training.calibration import Shape
+from training.engine_memory import gathers
 from training.layer_plan import Plan
 from training.memory import Meter
 from training.recipe import Recipe, RecipeError
@@ -31,7 +33,7 @@ WORTH_SAYING = 0.05  # of the budget, left over
 CORRECTION = "correction.json"
 
 
-def check(recipe: Recipe) -> None:
+def check(recipe: Recipe, world_size: int) -> None:
     """What can be known before anything is made. Raises RecipeError."""
     if recipe.recompute == "auto" and recipe.budget is None and not torch.cuda.is_available():
         raise recipe.error(
@@ -39,6 +41,11 @@ def check(recipe: Recipe) -> None:
         )
     if isinstance(recipe.recompute, PlanFile):
         _replayed(recipe)
+    elif recipe.recompute != "auto":
+        modes = build.layer_modes(recipe)
+        if modes[0].recompute == "budget" and gathers(recipe, world_size):
+            problem = "compiles whole layers, and ZeRO-3 and FSDP fetch weights in between; use another mode or engine"
+            raise recipe.error("recompute", problem)
 
 
 @dataclass(frozen=True)
@@ -78,9 +85,9 @@ class Settled:
         if plan is None or not self.is_auto or self.attempt >= ATTEMPTS:
             return None
         # The step needed more than the budget; how much more is only known of what forward left behind.
-        missing = max(plan.budget_bytes - plan.needed_bytes, meter.after_forward_bytes - plan.after_forward_bytes, 0)
+        missing = max(plan.budget_bytes - plan.needed_bytes, meter.after_forward_bytes - plan.after_forward_bytes)
         extra = int(plan.budget_bytes * STEP * 2 ** (self.attempt - 1))
-        correction = plan.correction_bytes + missing + extra
+        correction = max(plan.correction_bytes, missing) + extra
         if here.size > 1:
             record = {"correction_bytes": correction, "made_for": plan.made_for.model_dump()}
             run.write_json(folder / CORRECTION, record)
@@ -113,7 +120,7 @@ def settle(
             say(f"warning: the plan was made for {difference}; it need not fit")
         return Settled(recipe, trained, plan)
     if recipe.recompute != "auto":
-        return Settled(recipe, recipe)
+        return Settled(recipe, _guarded(recipe, vocab_size, here, say))
     budget = _budget(recipe, here)
     problem = text = None
     if here.is_main:
@@ -130,6 +137,23 @@ def settle(
         plan.write(folder)
         say(plan.short_text())
     return Settled(recipe, plan.applied_to(recipe), plan, before.attempt if before else 1)
+
+
+def _guarded(recipe: Recipe, vocab_size: int, here: World, say: Say) -> Recipe:
+    """The recipe, whose `budget` mode, if it has one, gives way to another share that peaks lower."""
+    modes = build.layer_modes(recipe)
+    if modes[0].recompute != "budget":
+        return recipe
+    config = GPTConfig(**recipe.gpt_fields(vocab_size))
+    tiles = tiling.resolve(config, **recipe.tiles.model_dump())
+    shape = Shape(config, tiles, build.DTYPES[recipe.precision], recipe.micro_batch_size, recipe.seq_length)
+    name = ""
+    if here.is_main:
+        better, why = compile_budget.guarded(modes[0], shape, config.num_layers, here.device)
+        name = str(better)
+        if why:
+            say(f"warning: {why}")
+    return recipe.model_copy(update={"recompute": here.share(name)})
 
 
 def _budget(recipe: Recipe, here: World) -> int:
