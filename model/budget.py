@@ -63,8 +63,8 @@ def run(layer: nn.Module, forward: Callable[..., torch.Tensor], compiled: Any, *
             return compiled(layer, forward, *args)
     except torch._dynamo.exc.Unsupported as error:
         raise ValueError(
-            "mode budget: torch.compile cannot trace this layer as a whole (ZeRO-3, FSDP and other hooks put in code of "
-            f"their own); use another mode: {str(error).splitlines()[0]}"
+            "mode budget: torch.compile cannot trace this layer as a whole (ZeRO-3, FSDP and other hooks have code of "
+            f"their own in it); use another mode: {str(error).splitlines()[0]}"
         ) from error
 
 
