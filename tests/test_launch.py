@@ -116,6 +116,7 @@ def test_without_a_gpu_deepspeed_is_told_so_and_ranks_share_the_cores(monkeypatc
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     alone, two, gpu = (launch.environment(gpus, n) for gpus, n in (([], 1), ([], 2), (["0"], 1)))
     assert alone["DS_ACCELERATOR"] == "cpu"
+    assert alone["OMP_WAIT_POLICY"] == "PASSIVE"
     assert "OMP_NUM_THREADS" not in alone
     assert two["OMP_NUM_THREADS"] == "4"
     assert "DS_ACCELERATOR" not in gpu
