@@ -53,7 +53,7 @@ def memory_of(gpu: str) -> int:
     from training import planner
 
     try:
-        budget_bytes = planner.device(gpu=gpu).budget_bytes
+        budget_bytes = planner.device(gpu).budget_bytes
     except ValueError as error:
         raise RecipeError(f"--gpu {gpu}: {error}") from None
     assert budget_bytes is not None

@@ -7,6 +7,7 @@ from typing import Any
 
 from tools.search import find_boundary
 from tools.trials import Point, Variant, overrides
+from training import cuda_layout
 from training.planner import Device, Planner
 from training.recipe import Recipe, load
 
@@ -50,6 +51,9 @@ class Predictor:
         facts, recipe = self.facts, self.recipe
         words = overrides(recipe, Point(variant, recipe.seq_length, micro_batch_size), facts["world_size"])
         kind = "cuda" if facts["device_memory_bytes"] else "cpu"
-        budget_bytes = recipe.budget_bytes or facts["device_memory_bytes"]
+        budget_bytes = recipe.budget_bytes
+        if kind == "cuda":  # what the driver keeps for itself cannot be had
+            free_bytes = facts["device_memory_bytes"] - cuda_layout.CONTEXT_BYTES
+            budget_bytes = min(budget_bytes or free_bytes, free_bytes)
         device = Device(kind, facts["device"], budget_bytes, recipe.host_budget_bytes)
         return Planner(load(self.file, [*words, self.vocab]), variant.mode, device, facts["world_size"])
