@@ -8,10 +8,14 @@ RECIPE := quickstart##      a name in recipes/ or a path
 SET :=##                    recipe settings: SET="seq_length=8192 model.num_layers=4"; quote a value with spaces inside
 BUDGET :=##                 device memory a run may use: BUDGET=24GiB
 HOST_BUDGET :=##            host memory that offload may use
-GPU :=##                    sweep: take this GPU's memory as the budget: GPU=h100-80gb
-MODES :=##                  sweep: modes to compare: MODES="none full full+offload"
-SEQ_MAX :=##                sweep: longest length tried, in tokens
-GRANULARITY :=##            sweep: lengths tried are multiples of it
+GPU :=##                    plan, sweep: this GPU and its memory: GPU=h100-80gb; default the one in the machine
+MODES :=##                  plan, sweep: modes to compare: MODES="none full full+offload"
+SEQ_MAX :=##                plan, sweep: longest length tried, in tokens
+GRANULARITY :=##            plan, sweep: lengths tried are multiples of it
+SEQ :=##                    plan: also say what a step of this length needs
+WORLD :=##                  plan: ranks that share the training state; default 1
+JSON :=##                   plan: write the numbers into this file
+PLOT :=##                   plan: draw the longest contexts into this PNG
 STEPS :=##                  sweep: optimizer steps a length must survive
 AXIS :=##                   sweep: what is searched: seq_length (default) or micro_batch_size
 OUT :=##                    folder of the sweep; default sweeps/<recipe name>, continued if it is there
@@ -24,8 +28,8 @@ NPROC :=##                  processes; default one per GPU, or one on CPU
 LOGDIR := runs##            what tensorboard shows
 HOST := localhost##         address tensorboard listens on
 PORT := 6006##              port tensorboard listens on
-JOBS := 2##               tests run at a time
-ARGS :=##                   more arguments for pytest: ARGS="-k recipe"
+JOBS := 2##                 tests run at a time
+ARGS :=##                   test: more for pytest: ARGS="-k recipe"; bench: sections: ARGS="loop"
 
 SHELL := /bin/sh
 PY := $(VENV)/bin/python
@@ -37,7 +41,7 @@ BUDGETS = $(if $(BUDGET),'budget=$(BUDGET)') $(if $(HOST_BUDGET),'host_budget=$(
 BUDGET_OPTIONS = $(call option,GPU,gpu) $(call option,BUDGET,budget) $(call option,HOST_BUDGET,host-budget)
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev train sweep report compare gate tensorboard test test-slow lint bench
+.PHONY: help install dev train plan sweep report compare gate tensorboard test test-slow lint bench
 
 help: ## this text
 	@echo 'make TARGET [VARIABLE=value ...]'
@@ -71,6 +75,11 @@ train: $(VENV)/installed ## train RECIPE; a second call continues
 	@set -f; $(PY) tools/prepare_data.py $(WORDS) $(BUDGETS)
 	@set -f; exec $(PY) tools/launch.py $(WORDS) $(BUDGETS) $(call option,RUN_DIR,run-dir) $(call option,NPROC,processes)
 
+plan: $(VENV)/installed ## predict longest context, memory and speed of every mode on a GPU, without that GPU
+	@set -f; exec $(PY) tools/plan.py $(WORDS) $(BUDGET_OPTIONS) $(call option,MODES,modes) \
+	    $(call option,SEQ_MAX,seq-max) $(call option,GRANULARITY,granularity) $(call option,SEQ,seq) \
+	    $(call option,WORLD,world) $(call option,JSON,json) $(call option,PLOT,plot)
+
 SWEEP = $(BUDGET_OPTIONS) $(call option,SEQ_MAX,seq-max) $(call option,GRANULARITY,granularity) \
     $(call option,STEPS,steps) $(call option,NPROC,processes) $(call option,OUT,out)
 
@@ -95,12 +104,12 @@ test: $(VENV)/installed-dev ## run the tests that take seconds
 	@exec $(PY) -m pytest -n $(JOBS) $(ARGS)
 
 test-slow: $(VENV)/installed-dev ## run the tests that take minutes
-	@exec $(PY) -m pytest -m slow $(ARGS)
+	@exec $(PY) -m pytest -m slow -n $(JOBS) $(ARGS)
 
 lint: $(VENV)/installed-dev ## check style, format and types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-bench: $(VENV)/installed-dev ## measure what the loop costs around forward, backward and step
+bench: $(VENV)/installed-dev ## measure what is claimed of speed: the loop around a step, modes, tiles, the search
 	@exec $(PY) tools/bench.py $(ARGS)

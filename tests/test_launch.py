@@ -168,6 +168,21 @@ def test_what_is_set_reaches_every_program_of_train(told):
     assert start == ["tools/launch.py", *words, "--run-dir", "x y", "--processes", "2"]
 
 
+def test_what_is_set_reaches_plan(told):
+    (plan,) = told("plan", SET, "GPU=h200", "MODES=none full", "SEQ=9", "WORLD=8", "JSON=x y", "PLOT=p", "SEQ_MAX=5")
+    assert plan[:4] == ["tools/plan.py", "quickstart", "steps=3", "data.sources=[a b, *.txt]"]
+    options = dict(zip(plan[4::2], plan[5::2], strict=True))
+    assert options == {
+        "--gpu": "h200",
+        "--modes": "none full",
+        "--seq-max": "5",
+        "--seq": "9",
+        "--world": "8",
+        "--json": "x y",
+        "--plot": "p",
+    }
+
+
 def test_what_is_set_reaches_sweep_and_report(told):
     given = ["BUDGET=24GiB", "HOST_BUDGET=1GiB", "MODES=none full+offload", "SEQ_MAX=9", "GRANULARITY=3", "STEPS=2"]
     (sweep,) = told("sweep", SET, *given, "GPU=h200", "NPROC=2", "OUT=x y")
