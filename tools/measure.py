@@ -109,10 +109,15 @@ class Sweep:
         try:
             start = guess if guess is not None else getattr(self.recipe, self.axis)
             found.boundary = find_boundary(fits, start, self.granularity, self.maximum)
-            self.display.found(variant, self._answer(found))
+            self.display.found(variant, "found", self._answer(found))
         except NoAnswerError as stop:
-            found.problem = stop.record
-            self.display.found(variant, f"stopped at {count(stop.record[self.axis])}: {stop}")
+            self._stop(variant, stop)
+
+    def _stop(self, variant: Variant, stop: NoAnswerError) -> None:
+        record = self.found[variant].problem = stop.record
+        self.display.found(
+            variant, record["status"], f"stopped at {count(record[self.axis])}, {record['status']}: {stop}"
+        )
 
     def _answer(self, found: Found) -> str:
         assert found.boundary
@@ -162,7 +167,7 @@ class Sweep:
             if memory and machine.has_gpu() and record["status"] == "completed":
                 self.ask(Question(point, "memory", self.recipe.sweep.steps, memory=True))
         except NoAnswerError as stop:
-            found.problem = stop.record
+            self._stop(timing.variant, stop)
             return
         if record["status"] in TOO_MUCH:
             self.display.say(f"{self.display.names[timing.variant]}: {count(timing.size)} does not last; searching on")

@@ -21,7 +21,8 @@ class Row:
     fits: int = 0
     too_much: int | None = None
     tokens_per_s: float | None = None
-    doing: str = "waits"
+    doing: str = ""
+    result: str = "waits"  # shown while nothing is done with it
 
 
 class Display:
@@ -71,13 +72,13 @@ class Display:
             row.fits = max(row.fits, tried)
         elif status in TOO_MUCH:
             row.too_much = min(tried, row.too_much or tried)
-        if question.purpose == "timing":
+        if question.purpose == "timing" and status == "completed":
             row.tokens_per_s = record["tokens_per_s"]
-        row.doing = "waits" if status == "completed" or status in TOO_MUCH else f"{status}: {record['error']}"
+        row.doing = ""
 
-    def found(self, variant: Variant, text: str) -> None:
-        """A line that stays: a mode's answer."""
-        self.rows[variant].doing = "found"
+    def found(self, variant: Variant, result: str, text: str) -> None:
+        """A mode's answer, in a word and in a line that stays."""
+        self.rows[variant].result = result
         self.say(f"{self.names[variant]}: {text}")
 
     def say(self, text: str) -> None:
@@ -97,8 +98,11 @@ class Display:
     def _table(self) -> Any:
         from rich.table import Table
 
-        table = Table("mode", "fits", "too much", "tokens/s", "now", title=self.title, caption=self._clock())
+        table = Table("mode", title=self.title, caption=self._clock())
+        for name in ("fits", "too much", "tokens/s"):
+            table.add_column(name, justify="right")
+        table.add_column("now", min_width=24)
         for variant, row in self.rows.items():
             cells = (count(row.fits or None), count(row.too_much), count(row.tokens_per_s))
-            table.add_row(self.names[variant], *cells, row.doing.splitlines()[0])
+            table.add_row(self.names[variant], *cells, row.doing or row.result)
         return table
