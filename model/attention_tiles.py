@@ -38,7 +38,8 @@ def attention_part(
     with torch.autocast(x.device.type, enabled=False):
         with torch.no_grad():
             attended = part.attend(x)
-        x, part.saved = anchored(x, *(attended if part.kernel else ()))
+        x, part.saved = anchored(x, *(rope or ()), *(attended if part.kernel else ()))
+        part.rope = None  # saved, and so let go with everything else
         part.outs = [part.as_rows(out.transpose(1, 2)) for out in attended[:: part.each]]
         del attended
         result = _Tiled.apply(x, part, *part.weights.parameters.values())
@@ -90,7 +91,7 @@ class _Part:
         self.weights = Weights({"norm": layer.input_norm, **projections}, x.device)
         self.norm = Norm(layer.input_norm, self.weights)
         self.core: Any = core
-        self.head_dim, self.rope = attention.head_dim, rope
+        self.head_dim, self.rope, self.rotated = attention.head_dim, rope, rope is not None
         self.core_dropout = core.dropout if core.training else 0.0
         self.kernel = find_kernel(core.implementation, x.device, self.weights.dtype, self.head_dim, self.core_dropout)
         self.each = 1 + (self.kernel.extras if self.kernel else 0)  # tensors that a group's attention gives
@@ -162,18 +163,22 @@ class _Part:
         update = self.weights.linear(torch.cat([out[tile] for out in outs], dim=-1), "out")  # (t, C)
         return rows[tile] + (F.dropout(update, self.dropout) if self.dropout else update)
 
+    def _load(self) -> tuple[torch.Tensor, Rope, list[torch.Tensor]]:
+        """In backward: x, rotary phases, and what `attend` gave."""
+        assert self.saved is not None
+        x, *rest = self.saved.load()
+        return (x, (rest[0], rest[1]), rest[2:]) if self.rotated else (x, None, rest)
+
     def again(self, tile: slice) -> torch.Tensor:
         """Rows of what `forward` gave, in backward."""
-        assert self.saved is not None
-        x, *attended = self.saved.load()
+        x, _, attended = self._load()
         outs = [self.as_rows(out.transpose(1, 2)) for out in attended[:: self.each]]
         return self._residual(x.reshape(self.rows, -1), outs, tile)
 
     # Backward
 
     def backward(self, grad: torch.Tensor, gradients: Gradients) -> torch.Tensor:
-        assert self.saved is not None
-        x, *attended = self.saved.load()
+        x, self.rope, attended = self._load()
         rows, grads = x.reshape(self.rows, -1), grad.reshape(self.rows, -1)
         tiles = slices(rows, ROWS)
         updates = self._dropped(grads) if self.dropout else grads.to(self.weights.dtype)
@@ -189,7 +194,9 @@ class _Part:
                 gradients.stacked(group.projections, dqkv[tile], self.norm(rows[tile]))
             del qkv, dqkv
         del updates, attended
-        self.saved.release()
+        self.rope = None
+        if self.saved is not None:
+            self.saved.release()
 
         dx = dnormed if dnormed.dtype == x.dtype else torch.empty_like(rows)
         for tile in tiles:

@@ -57,6 +57,10 @@ class Weights:
 
     def raw(self, name: str) -> torch.Tensor:
         parameter = self.parameters[name]
+        if hasattr(parameter, "ds_status") and not parameter.numel():
+            # ZeRO-3, and a recompute within this backward gave the layer's parameters back when it was done; the hook
+            # behind the layer's backward gives them back again.
+            parameter.all_gather()  # type: ignore[operator]
         if parameter._version != self.versions[name]:
             raise RuntimeError(
                 f"a parameter of shape {tuple(parameter.shape)} that backward needs was modified in place since forward"
@@ -78,7 +82,9 @@ class Gradients:
     def __init__(self, weights: Weights, wanted: tuple[bool, ...], one_tile: bool) -> None:
         self.names = list(weights.parameters)
         self.totals = {
-            name: torch.zeros_like(p, dtype=None if one_tile and p.dtype == weights.dtype else torch.float32)
+            name: torch.zeros_like(
+                weights.raw(name), dtype=None if one_tile and p.dtype == weights.dtype else torch.float32
+            )
             for (name, p), needed in zip(weights.parameters.items(), wanted, strict=True)
             if needed
         }
