@@ -1,6 +1,6 @@
 """Runs real optimizer steps of a recipe on random tokens and prints what the meter saw, for tests of the planner.
 
-    python tests/real_step.py RECIPE.yaml [key=value ...]     (a process for each rank; RANK and WORLD_SIZE tell)
+python tests/real_step.py RECIPE.yaml [key=value ...]     (a process for each rank; RANK and WORLD_SIZE tell)
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from torch import nn
 
 from model.gpt import GPT, GPTConfig
 from training.engine_deepspeed import merged_config
-from training.recipe import Recipe
 from training.kinds import GRADIENTS, KINDS, OPTIMIZER, OTHER, PARAMETERS, TEMPORARY
+from training.recipe import Recipe
 
 Mark = tuple[str, object]
 STEP_BYTES = 4  # AdamW's count of steps, a float32 for each tensor it updates

@@ -145,8 +145,19 @@ def extend(traced: Trace, modes: tuple[Mode, ...], stands_in: Sequence[int]) -> 
             _add(work, interval.work)
         net = nets[segment]
         live, host, kinds_live = live + net[0], host + net[1], kinds_live + net[2]
-    arrays = (np.array(column) for column in (start, peak, host_peak, start_kinds, kinds))
-    return Step(marks, *arrays, owners, after_forward, work, live, traced.notes)
+    return Step(
+        marks=marks,
+        start=np.array(start),
+        peak=np.array(peak),
+        host_peak=np.array(host_peak),
+        start_kinds=np.array(start_kinds),
+        kinds=np.array(kinds),
+        owners=owners,
+        after_forward=after_forward,
+        work=work,
+        end=live,
+        notes=traced.notes,
+    )
 
 
 def _segments(traced: Trace) -> dict[Segment, list[Interval]]:
@@ -179,9 +190,9 @@ def _sequence(
     for layer, short in enumerate(stands_in):
         yield ("forward", short), layer
     yield ("after", None), None
-    groups = make_groups(list(range(len(modes))), modes)  # type: ignore[arg-type]
+    groups = make_groups(list(range(len(modes))), modes)
     for group in reversed(groups):
-        layers: list[int] = list(group.layers)  # type: ignore[arg-type]
+        layers: list[int] = list(group.layers)
         yield ("backward", stands_in[layers[-1]]), layers[-1]
         if ("recompute", stands_in[layers[-1]]) in traced:
             for layer in layers:

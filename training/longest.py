@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-
 FIRST_LENGTHS = (16384, 65536, 32768)  # long enough that loops over tiles have a first, a middle and a last one
 
 

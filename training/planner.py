@@ -27,10 +27,10 @@ from training.build import DTYPES
 from training.engine_memory import Walked, gathers, make_engine_memory, parameters_of, walk
 from training.extend import Step, step
 from training.gpus import find as gpu
+from training.kinds import ACTIVATIONS, GRADIENTS, KINDS, LOSS, OPTIMIZER, OTHER, PARAMETERS, TEMPORARY
 from training.longest import Found, longest_multiple
 from training.recipe import Recipe
 from training.roofline import CPU_ERROR, EFFICIENCY, GPU_ERROR, HOPPER, HOPPER_ATTENTION, Speed, cpu_speed, step_time
-from training.kinds import ACTIVATIONS, GRADIENTS, KINDS, LOSS, OPTIMIZER, OTHER, PARAMETERS, TEMPORARY
 from training.trace import Job
 from training.work import Work
 
@@ -180,7 +180,7 @@ class Planner:
         return peak_bytes + cuda_layout.fragmentation_bytes(peak_bytes) if self.cuda else peak_bytes
 
     def fits(self, seq_length: int) -> str:
-        """"" when a step of this length fits, else what it exceeds: device or host."""
+        """ "" when a step of this length fits, else what it exceeds: device or host."""
         return self.verdict(float(self.candidates(seq_length).max()), float(self.host_bytes(seq_length)))
 
     def verdict(self, peak_bytes: float, host_bytes: float) -> str:
@@ -244,9 +244,7 @@ class Planner:
         rows = self.recipe.model.max_position_embeddings
         if self.recipe.model.position_embedding == "learned" and rows is not None:
             seq_max = min(seq_max, rows)
-        return longest_multiple(
-            granularity, seq_max, degree, self.candidates, self.host_bytes, self.verdict
-        )
+        return longest_multiple(granularity, seq_max, degree, self.candidates, self.host_bytes, self.verdict)
 
 
 def _peak(whole: Step, walked: Walked) -> tuple[int, list[int], str]:

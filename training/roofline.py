@@ -1,4 +1,4 @@
-"""Step time from the FLOPs and bytes of a trace: what the slower of arithmetic and memory needs, kernel by kernel class.
+"""Step time from the FLOPs and bytes of a trace: what the slower of arithmetic and memory needs, by class of kernel.
 
 Nothing here is fitted to a measurement of ours. The shares of peak that kernels reach are round numbers from published
 measurements of large shapes; small shapes, launch latency, data loading and communication between GPUs are left out.

@@ -25,8 +25,8 @@ from model.gpt import GPT, GPTConfig
 from model.modes import Mode
 from model.replay import is_recomputing
 from training import cuda_layout, fakes
-from training.places import Places, graph_task
 from training.kinds import ACTIVATIONS, GRADIENTS, LOSS, OTHER, TEMPORARY
+from training.places import Places, graph_task
 from training.storages import Storages
 from training.work import Work, work_of
 
@@ -43,7 +43,7 @@ class Job:
     dtype: torch.dtype
     micro_batch_size: int
     seq_length: int
-    tiles: tiling.Tiles = tiling.Tiles()
+    tiles: tiling.Tiles = field(default_factory=tiling.Tiles)
     cuda: bool = False  # with the layouts and workspaces of CUDA kernels
     gathers: bool = False  # mark where modules need their parameters, for ZeRO-3 and FSDP
 
@@ -162,7 +162,9 @@ class _Recorder:
         self._head = model.head
         self._layers = {layer: i for i, layer in enumerate(model.layers)}
         self._owners = {
-            module: name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False))
+            module: name
+            for name, module in model.named_modules()
+            if any(True for _ in module.parameters(recurse=False))
         }
 
     # -- watching --------------------------------------------------------------------------------------------

@@ -161,8 +161,11 @@ class Coordinator:
             self.recording = True
             self.order = []
         self.step, self.live_elements = 0, 0
-        self.queue = deque((name, step) for step, module in enumerate(self.order) for name in self._names(module)) \
-            if self.complete else deque()
+        self.queue = (
+            deque((name, step) for step, module in enumerate(self.order) for name in self._names(module))
+            if self.complete
+            else deque()
+        )
         self.fetched_for: dict[str, int] = {}
 
     def _index(self) -> None:
@@ -224,7 +227,9 @@ class Coordinator:
 
     def release(self, module: str) -> None:
         names = self._names(module)
-        going = {n for n in names if n not in self.persistent and not self._used_soon(n)} if self.complete else set(names)
+        going = set(names)
+        if self.complete:
+            going = {n for n in names if n not in self.persistent and not self._used_soon(n)}
         for name in names:
             self.users.get(name, set()).discard(module)
             if name in going:
@@ -287,8 +292,10 @@ class _Gather:
         if not self.done:
             self.done = True
             for each in self.names:
-                size = 0 if coordinator.whole else (
-                    engine.numel[each] * engine.itemsize if self.joined else coordinator._size(each)
+                size = (
+                    0
+                    if coordinator.whole
+                    else (engine.numel[each] * engine.itemsize if self.joined else coordinator._size(each))
                 )
                 coordinator.held[each] = size
                 if self.joined:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from training.engine_memory import STEP_BYTES, EngineMemory, Mark, Parameter
-from training.recipe import Recipe
 from training.kinds import GRADIENTS, OPTIMIZER, PARAMETERS
+from training.recipe import Recipe
 
 NORM_BYTES = 8  # DeepSpeed takes norms of gradients in float64, one tensor at a time
 ALLREDUCE_ELEMENTS = 500_000_000  # deepspeed/runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE
@@ -69,7 +69,7 @@ class Zero0Memory(DeepSpeedMemory):
 
 
 class BF16Memory(DeepSpeedMemory):
-    """Stage 1 with bf16 and accumulation: BF16_Optimizer. A float32 gradient of every weight on every rank, for good."""
+    """Stage 1 with bf16 and accumulation, BF16_Optimizer: a float32 gradient of every weight on every rank."""
 
     def start(self) -> None:
         unit = ALIGNMENT * self.world_size
