@@ -60,7 +60,7 @@ class Weights:
         if hasattr(parameter, "ds_status") and not parameter.numel():
             # ZeRO-3, and a recompute within this backward gave the layer's parameters back when it was done; the hook
             # behind the layer's backward gives them back again.
-            parameter.all_gather()  # type: ignore[operator]
+            parameter.all_gather()  # type: ignore[attr-defined]
         if parameter._version != self.versions[name]:
             raise RuntimeError(
                 f"a parameter of shape {tuple(parameter.shape)} that backward needs was modified in place since forward"
