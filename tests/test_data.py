@@ -22,7 +22,7 @@ import torch
 from training import data as data_module
 from training import sources as sources_module
 from training import tokenise as tokenise_module
-from training.data import Batches, DataError, Dataset, prepare
+from training.data import Batches, DataError, Dataset, _shuffled, prepare
 from training.schema import Data
 from training.sources import STDLIB, find, read, sample
 from training.tokenizer import Tokenizer, train
@@ -443,17 +443,24 @@ def test_every_token_is_a_target_once_per_epoch(dataset: Dataset) -> None:
 
 
 @pytest.mark.parametrize(("seq_length", "micro_batch_size"), [(7, 1), (64, 3), (1000, 2)])
-def test_batches_are_the_epochs_laid_end_to_end(dataset, seq_length, micro_batch_size) -> None:
-    stream = [token for epoch in range(4) for token in stream_of(dataset, "train", epoch, seed=1)]
+def test_batches_are_the_epochs_laid_end_to_end_and_cut_and_each_epochs_sequences_shuffled(
+    dataset, seq_length, micro_batch_size
+) -> None:
+    epochs = [stream_of(dataset, "train", epoch, seed=1) for epoch in range(4)]
+    stream, per_epoch = [token for epoch in epochs for token in epoch], len(epochs[0])
+    starts = range(0, len(stream) - seq_length, seq_length)
+    cut = [([dataset.eod, *stream][at : at + seq_length], stream[at : at + seq_length]) for at in starts]
     batches = Batches(dataset, "train", seq_length, micro_batch_size, seed=1)
-    size = seq_length * micro_batch_size
-    for index in range(len(stream) // size):
+    got = []
+    for index in range(3 * per_epoch // (seq_length * micro_batch_size)):
         tokens, targets = batches.batch(index)
         assert tokens.shape == targets.shape == (micro_batch_size, seq_length)
         assert tokens.dtype == targets.dtype == torch.int64
-        assert targets.flatten().tolist() == stream[index * size : (index + 1) * size]
-        before = stream[index * size - 1] if index else dataset.eod
-        assert tokens.flatten().tolist() == [before, *targets.flatten().tolist()[:-1]]
+        got += zip(tokens.tolist(), targets.tolist(), strict=True)
+    for epoch in range(2):
+        first, end = (-(-e * per_epoch // seq_length) for e in (epoch, epoch + 1))
+        assert sorted(got[first:end]) == sorted(cut[first:end])
+        assert end - first < 4 or got[first:end] != cut[first:end]
 
 
 def test_order_comes_from_seed_and_epoch_alone(dataset: Dataset) -> None:
@@ -518,12 +525,14 @@ def test_validation_is_one_pass_padded_at_its_end(dataset, seq_length, micro_bat
         for seed, rank in enumerate(range(world_size))  # the seed does not matter
     ]
     got = [rank.batch(index) for index in range(len(ranks[0])) for rank in ranks]
-    targets = torch.cat([batch[1].flatten() for batch in got]).tolist()
+    rows = [row for batch in got for row in zip(batch[0].tolist(), batch[1].tolist(), strict=True)]
     stream = stream_of(dataset, "validation", 0, seed=0)
-    assert targets == stream + [-100] * (len(targets) - len(stream))
-    tokens = torch.cat([batch[0].flatten() for batch in got])
-    assert tokens[: len(stream)].tolist() == [dataset.eod, *stream[:-1]]
-    assert (tokens[len(stream) :] == dataset.eod).all()
+    padding = len(rows) * seq_length - len(stream)
+    tokens = [dataset.eod, *stream[:-1]] + [dataset.eod] * padding
+    targets = stream + [-100] * padding
+    starts = range(0, len(targets), seq_length)
+    cut = [(tokens[at : at + seq_length], targets[at : at + seq_length]) for at in starts]
+    assert sorted(rows) == sorted(cut)
     for index in (-1, len(ranks[0])):
         with pytest.raises(IndexError, match="validation micro-batch"):
             ranks[0].batch(index)
@@ -554,6 +563,13 @@ def test_unigram_entropy_is_that_of_the_validation_split_under_the_train_counts(
     nats = -sum(n * math.log((counts["train"][id] + 1) / total) for id, n in counts["validation"].items())
     assert dataset.unigram_entropy() == pytest.approx(nats / counts["validation"].total(), rel=1e-12)
     assert 0 < dataset.unigram_entropy() < math.log(dataset.vocab_size)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 64, 65, 1000])
+def test_a_shuffle_is_a_permutation(count: int) -> None:
+    orders = [[_shuffled(n, count, seed, epoch) for n in range(count)] for seed, epoch in ((0, 0), (0, 1), (1, 0))]
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    assert count < 64 or len({*map(tuple, orders)}) == 3
 
 
 def test_a_million_documents_are_shuffled_once_per_epoch(dataset: Dataset) -> None:

@@ -60,8 +60,8 @@ class Batches:
     train: the documents of epoch 0, 1, 2, ... are laid end to end, each epoch in its own order from
     (seed, epoch), and the stream is cut into sequences of `seq_length` targets. So every token is a target
     exactly once per epoch, a sequence may reach from one epoch into the next (or over many, when it is longer
-    than the corpus), and batches never end. validation: one pass in an order of its own, the same for every
-    seed; targets behind the end are -100.
+    than the corpus), and batches never end. Those that begin in one epoch come in an order of their own.
+    validation: one pass, the same for every seed; targets behind the end are -100.
 
     Sequence n goes to rank n // micro_batch_size % world_size: a global batch is the same set of sequences
     for any number of ranks. `index` counts this rank's micro-batches from step 0 (step * accumulation + k).
@@ -95,11 +95,29 @@ class Batches:
         """
         import torch
 
-        B, T = self.micro_batch_size, self.seq_length
+        B = self.micro_batch_size
         if index < 0 or (self.split == "validation" and index >= len(self)):
             raise IndexError(f"{self.split} micro-batch {index} of {len(self)}")
-        start = (index * self.world_size + self.rank) * B * T
-        stream = np.full(B * T + 1, -1, np.int64)
+        first = (index * self.world_size + self.rank) * B
+        streams = np.stack([self._sequence(self._place(first + row)) for row in range(B)])
+        tokens, targets = streams[:, :-1].copy(), streams[:, 1:].copy()
+        tokens[tokens < 0] = self.dataset.eod
+        targets[targets < 0] = -100
+        return torch.from_numpy(tokens), torch.from_numpy(targets)
+
+    def _place(self, number: int) -> int:
+        """Where in the stream the sequence lies that comes `number`-th: an epoch's sequences are shuffled too.
+
+        Else a long document would fill many batches in a row, and the steps in between would forget the others.
+        """
+        epoch = number * self.seq_length // self.tokens_per_epoch
+        first, end = (-(-e * self.tokens_per_epoch // self.seq_length) for e in (epoch, epoch + 1))
+        return first + _shuffled(number - first, end - first, self.seed, epoch)
+
+    def _sequence(self, number: int) -> np.ndarray:
+        """The `number`-th sequence of the stream and the token before it, [T + 1]; -1 behind the end."""
+        start = number * self.seq_length
+        stream = np.full(self.seq_length + 1, -1, np.int64)
         done = 0
         if start == 0:
             stream[0], done = self.dataset.eod, 1
@@ -110,10 +128,7 @@ class Batches:
             tokens = self._epoch(epoch).read(offset, len(stream) - done)
             stream[done : done + len(tokens)] = tokens
             done += len(tokens)
-        tokens, targets = stream[:-1].copy(), stream[1:].copy()
-        tokens[tokens < 0] = self.dataset.eod
-        targets[targets < 0] = -100
-        return torch.from_numpy(tokens).view(B, T), torch.from_numpy(targets).view(B, T)
+        return stream
 
     def _epoch(self, epoch: int) -> Stream:
         """The epoch's documents in order: 24 bytes and about 0.2 us per document, kept for two epochs."""
@@ -124,6 +139,19 @@ class Batches:
             self._epochs = {e: stream for e, stream in self._epochs.items() if abs(e - epoch) == 1}
             self._epochs[epoch] = Stream(self.dataset, order)
         return self._epochs[epoch]
+
+
+def _shuffled(number: int, count: int, seed: int, epoch: int) -> int:
+    """Where a permutation of range(count) puts `number`: a Feistel network, so that no list of them is kept."""
+    half = max(1, (count - 1).bit_length() + 1 >> 1)
+    mask = (1 << half) - 1
+    while True:
+        for key in range(4):
+            text = f"{seed}/{epoch}/{key}/{number & mask}".encode()
+            mixed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") & mask
+            number = (number & mask) << half | (number >> half ^ mixed)
+        if number < count:  # else on to the next place, until one lies inside
+            return number
 
 
 def _settings(data: Data, tokenizer: Tokenizer | None) -> dict[str, object]:
