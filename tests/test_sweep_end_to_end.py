@@ -14,9 +14,9 @@ from fake_trials import sweep as sweep_with
 from test_trials import marked
 
 from model.modes import NAMED
-from tools import sweep, trials
+from tools import sweep, sweep_check, trials
 from tools.trials import Question, Variant
-from training import data, recipe, run
+from training import data, planner, recipe, run
 from training.metrics import read
 
 RECIPE = """\
@@ -146,6 +146,13 @@ def test_ctrl_c_stops_a_sweep_and_says_how_to_go_on(tiny_recipe: Path, tmp_path:
     assert "the same command goes on" in said
     assert "Traceback" not in said
     assert marked(tmp_path) == []
+
+
+@pytest.mark.parametrize(("words", "device"), [(sweep_check.GPU, planner.device("h200")), (sweep_check.SMALL, None)])
+def test_some_length_should_fit_in_the_gpu_check(words, device) -> None:
+    own = sweep.prepared(sweep.parse(list(words), "", ""))
+    target = planner.Device("cpu" if device is None else "cuda", "any", own.budget_bytes, gpu=device and device.gpu)
+    assert planner.Planner(own, "none", target).longest(own.sweep.granularity, own.sweep.seq_max).longest > 0
 
 
 @pytest.mark.slow
