@@ -66,7 +66,11 @@ def train(
             first = (step - 1) * engine.accumulation
             micro_batches = [batches.batch(first + i) for i in range(engine.accumulation)]
             lr = learning_rate(recipe, step)
-            result = engine.train_step(micro_batches, lr, meter)
+            try:
+                result = engine.train_step(micro_batches, lr, meter)
+            except torch.OutOfMemoryError:
+                engine.release()  # another plan may be tried
+                raise
             tally.count(step, result)
             if tally.first_step_s is None:
                 build.check_mode_works(model, recipe)

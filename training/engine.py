@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from model.gpt import IGNORED
+from training import kinds
 from training.recipe import Recipe
 from training.run import NOT_FINITE, RunError
 from training.world import World
@@ -83,6 +84,16 @@ class Engine:
 
     def after_load(self) -> None:
         """Bring the model's weights up to date with the master weights just loaded."""
+
+    def release(self) -> None:
+        """Give back the memory of weights, gradients and optimizer state; the engine is of no use afterwards.
+
+        By emptying storages: hooks that autograd holds keep a dropped ZeRO engine's tensors alive for ever.
+        """
+        optimizer = (tensor for tensor in kinds.of_optimizer(self.optimizer))
+        for tensor in (*(tensor for tensor, _ in kinds.of_model(self.model)), *optimizer):
+            with contextlib.suppress(RuntimeError):  # memory that is not torch's own
+                tensor.untyped_storage().resize_(0)
 
     def layout(self) -> dict[str, Any]:
         """What saved state depends on: it can be loaded only where this is the same."""

@@ -213,5 +213,9 @@ class DeepSpeedEngine(Engine):
             state |= {f"{key}.{i}": value for key, value in self.adamw.state[master].items()}
         return state
 
+    def release(self) -> None:
+        super().release()
+        self.engine.destroy()
+
     def layout(self) -> dict[str, Any]:
         return super().layout() | {"zero_stage": self.stage}
