@@ -10,9 +10,9 @@ engine holds from its bookkeeper (training/engine_memory.py), the time from a ro
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from typing import Any
@@ -22,77 +22,20 @@ import numpy as np
 from model import tiling
 from model.gpt import GPTConfig, flops_per_token
 from model.modes import NAMED, parse_layers
-from training import cuda_layout, gpus, hardware
+from training import cuda_layout
 from training.build import DTYPES
 from training.engine_memory import Walked, gathers, make_engine_memory, parameters_of, walk
 from training.extend import Step, step
-from training.gpus import find as gpu
-from training.kinds import ACTIVATIONS, GRADIENTS, KINDS, LOSS, OPTIMIZER, OTHER, PARAMETERS, TEMPORARY
+from training.kinds import OTHER
 from training.longest import Found, longest_multiple
+from training.prediction import MEMORY_ERROR, Prediction, by_name, peak_of
 from training.recipe import Recipe
 from training.roofline import CPU_ERROR, EFFICIENCY, GPU_ERROR, HOPPER, HOPPER_ATTENTION, Speed, cpu_speed, step_time
+from training.target import Device, device, gpu
 from training.trace import Job
 from training.work import Work
 
 __all__ = ["Device", "ModePlan", "Planner", "Prediction", "advice", "device", "gpu", "plan", "plan_mode", "predict"]
-
-MEMORY_ERROR = {"cpu": 0.01, "cuda": 0.05}  # relative error band of a peak; on CUDA not yet measured
-
-
-@dataclass(frozen=True)
-class Device:
-    """What is planned for. budget_bytes None: no limit is known."""
-
-    kind: str  # "cpu" or "cuda"
-    name: str
-    budget_bytes: int | None
-    host_budget_bytes: int | None = None
-    gpu: gpus.GPU | None = None
-
-
-def device(
-    gpu_name: str | None = None, budget_bytes: int | None = None, host_budget_bytes: int | None = None
-) -> Device:
-    """The named GPU, else the one in this machine, else this machine's CPU (which needs a budget).
-
-    A budget for a GPU is what the allocator may reserve, as train.py limits it; without one everything but the CUDA
-    context may be reserved. Raises ValueError naming the catalogue.
-    """
-    found = gpu(gpu_name) if gpu_name else gpus.in_this_machine()
-    if found is not None:
-        limit = found.memory_bytes - cuda_layout.CONTEXT_BYTES
-        limit = limit if budget_bytes is None else min(budget_bytes, limit)
-        return Device("cuda", found.name, limit, host_budget_bytes or found.host_bytes, found)
-    if budget_bytes is None:
-        raise ValueError(
-            "no GPU in this machine: name one with GPU= (" + ", ".join(gpus.CATALOGUE) + ") or a budget for this "
-            "machine's CPU with BUDGET=24GiB"
-        )
-    return Device("cpu", hardware.cpu_name(), budget_bytes, host_budget_bytes)
-
-
-@dataclass
-class Prediction:
-    """One step of a recipe: bytes on the device and the host, who causes the peak, and how long it takes."""
-
-    mode: str
-    seq_length: int
-    peak_device_bytes: int  # as the meter or CUDA's allocator counts it
-    peak_host_bytes: int
-    after_forward_device_bytes: int
-    peak_op: str
-    breakdown_bytes: dict[str, int]
-    reserved_bytes: int  # what is compared with the budget: on CUDA the peak and the fragmentation allowance
-    allowances_bytes: dict[str, int] = field(default_factory=dict)  # CUDA specifics by name, of which the peak has some
-    step_time_s: float = 0.0
-    tokens_per_s: float = 0.0
-    mfu: float | None = None
-    hfu: float | None = None
-    recompute_overhead: float = 0.0  # time of recompute, relative to the rest
-    stalled_s: float = 0.0
-    memory_error: float = 0.0
-    time_error: float = 0.0
-    notes: list[str] = field(default_factory=list)  # what the mode cannot do here
 
 
 @dataclass
@@ -130,6 +73,11 @@ class Planner:
         fields = self.recipe.gpt_fields()
         if fields["position_embedding"] == "learned" and self.recipe.model.max_position_embeddings is None:
             fields["max_position_embeddings"] = seq_length
+        if fields["attention"] == "flash_attn":  # the same kernel by another way, and not always installed here
+            fields["attention"] = "sdpa"
+        if fields["attention_dropout"] and fields["attention"] == "sdpa" and not self.cuda:
+            problem = "has no fused kernel on a CPU; write 0, or model.attention: unfused"
+            raise self.recipe.error("model.attention_dropout", problem)
         return GPTConfig(**fields)
 
     def traced(self, seq_length: int) -> tuple[Step, Walked]:
@@ -159,10 +107,14 @@ class Planner:
             known = self._walks[key] = walk(engine, whole.marks)
         return known
 
-    def input_bytes(self, seq_length: int) -> int:
-        """Tokens and targets on the device, int64; on a CPU those of all micro-batches, which are read beforehand."""
-        batches = 1 if self.cuda else self.recipe.accumulation_steps(self.world_size)
-        return 16 * self.recipe.micro_batch_size * seq_length * batches
+    def outside_bytes(self, seq_length: int) -> int:
+        """What is there from outside model and engine: tokens and targets, int64, on a CPU those of all micro-batches,
+        which are read beforehand; and workspaces of CUDA libraries.
+        """
+        tokens_bytes = 16 * self.recipe.micro_batch_size * seq_length
+        if self.cuda:
+            return tokens_bytes + cuda_layout.CUBLAS_WORKSPACE_BYTES + cuda_layout.OWN_KERNEL_TILES_BYTES
+        return tokens_bytes * self.recipe.accumulation_steps(self.world_size)
 
     def candidates(self, seq_length: int) -> np.ndarray:
         """Live device bytes wherever they may peak; the places are the same at every length, as far as tiles allow."""
@@ -170,7 +122,7 @@ class Planner:
         places = [np.array([walked.end_top])]
         for one in walked.passes:
             places += [whole.start + one.top, whole.peak + one.live]
-        return np.concatenate(places) + self.input_bytes(seq_length)
+        return np.concatenate(places) + self.outside_bytes(seq_length)
 
     def host_bytes(self, seq_length: int) -> int:
         whole, walked = self.traced(seq_length)
@@ -191,8 +143,8 @@ class Planner:
 
     def predict(self, seq_length: int) -> Prediction:
         whole, walked = self.traced(seq_length)
-        inputs = self.input_bytes(seq_length)
-        peak, kinds, owner = _peak(whole, walked)
+        inputs = self.outside_bytes(seq_length)
+        peak, kinds, owner = peak_of(whole, walked)
         kinds[OTHER] += inputs
         after = max(int(whole.start[whole.after_forward] + one.live[whole.after_forward]) for one in walked.passes)
         result = Prediction(
@@ -202,7 +154,7 @@ class Planner:
             self.host_bytes(seq_length),
             after + inputs,
             owner,
-            _breakdown(kinds),
+            by_name(kinds),
             int(self.reserved(peak + inputs)),
             memory_error=MEMORY_ERROR[self.device.kind],
             notes=whole.notes,
@@ -245,33 +197,6 @@ class Planner:
         if self.recipe.model.position_embedding == "learned" and rows is not None:
             seq_max = min(seq_max, rows)
         return longest_multiple(granularity, seq_max, degree, self.candidates, self.host_bytes, self.verdict)
-
-
-def _peak(whole: Step, walked: Walked) -> tuple[int, list[int], str]:
-    """The peak, its bytes by kind, and who causes it."""
-    best, kinds, owner = walked.end_top, walked.end_kinds[:], "(optimizer)"
-    for one in walked.passes:
-        own, engine = whole.peak + one.live, whole.start + one.top
-        i, j = int(own.argmax()), int(engine.argmax())
-        if engine[j] > max(best, own[i]):
-            best = int(engine[j])
-            kinds = list(whole.start_kinds[j] + one.kinds[j])
-            kinds[TEMPORARY] += best - sum(kinds)
-            what, about = whole.marks[j]
-            owner = f"{'engine at ' if what != 'loss' else ''}{what} of {about}" if about else what
-        elif own[i] > best:
-            best, kinds = int(own[i]), list(whole.kinds[i] + one.kinds[i])
-            operation, module, phase = whole.owners[i]
-            words = (operation, f"in {module}" if module else "", f"({phase})" if phase else "")
-            owner = " ".join(word for word in words if word)
-    return int(best), [int(k) for k in kinds], owner
-
-
-def _breakdown(kinds: Sequence[int]) -> dict[str, int]:
-    names = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOSS, TEMPORARY)
-    result = {KINDS[kind]: int(kinds[kind]) for kind in names}
-    result["temporary"] += int(kinds[OTHER])  # tokens and targets
-    return result
 
 
 def speed_of(device: Device, recipe: Recipe) -> Speed:
@@ -347,37 +272,49 @@ def plan(
         return list(pool.map(one, modes))
 
 
-def advice(recipe: Recipe, device: Device, world_size: int = 1) -> str:
+def advice(recipe: Recipe, target: Device | None = None, world_size: int = 1) -> str:
     """What to do about a run that went out of memory: the longest context for its mode, and the cheapest mode that
-    fits its context.
+    fits its context; "" when nothing can be said. Takes a few seconds.
+
+    target: where it ran; None: this machine, within the recipe's budgets.
     """
-    own = own_mode(recipe)
-    found = Planner(recipe, own, device, world_size).longest(recipe.sweep.granularity, recipe.seq_length)
-    name = own if isinstance(own, str) else "this list of modes"
-    lines = [
-        f"the longest context that mode {name} should fit here is {found.longest:,} tokens"
-        if found.longest
-        else f"mode {name} should not fit here at any length"
-    ]
-    fitting = [
-        planner.predict(recipe.seq_length)
+    try:
+        target = target or device(None, recipe.budget_bytes, recipe.host_budget_bytes)
+        return "; ".join(_advice(recipe, target, world_size)) + ". Planned, not measured."
+    except ValueError:
+        return ""
+
+
+def _advice(recipe: Recipe, target: Device, world_size: int) -> Iterator[str]:
+    length, own = recipe.seq_length, own_mode(recipe)
+    name = f"mode {own}" if isinstance(own, str) else "this list of modes"
+    planner = Planner(recipe, own, target, world_size)
+    if not planner.fits(length):
+        yield f"{name} should have fitted {length:,} tokens by the plan, which is off here"
+    else:
+        longest = planner.longest(recipe.sweep.granularity, length).longest
+        yield (
+            f"the longest context that should fit with {name} is {longest:,} tokens"
+            if longest
+            else (f"no length should fit with {name}")
+        )
+    steps = [
+        other.predict(length)
         for mode in NAMED
-        if not (planner := Planner(recipe, mode, device, world_size)).fits(recipe.seq_length)
+        if mode != own and not (other := Planner(recipe, mode, target, world_size)).fits(length)
     ]
-    if fitting:
-        best = min(fitting, key=lambda step: step.step_time_s)
-        lines.append(
-            f"for {recipe.seq_length:,} tokens the cheapest mode that should fit is {best.mode}: "
-            f"recompute={best.mode} ({best.peak_device_bytes / 2**30:.2f} GiB at the peak)"
+    if steps:
+        best = min(steps, key=lambda step: step.step_time_s)
+        yield (
+            f"the cheapest mode that should fit {length:,} tokens is {best.mode} (recompute={best.mode}, "
+            f"{best.peak_device_bytes / 2**30:.2f} GiB at the peak)"
         )
     else:
-        lines.append(f"no mode should fit {recipe.seq_length:,} tokens here: {_remedies(recipe)}")
-    return "; ".join(lines) + ". Planned, not measured."
+        yield f"no other mode should fit {length:,} tokens: {_remedies(recipe)}"
 
 
 def _remedies(recipe: Recipe) -> str:
     tiles = recipe.tiles
-    missing = [name for name in type(tiles).model_fields if getattr(tiles, name) is None]
-    words = [f"set tiles.{name}=auto" for name in missing[:1]]
-    words += ["a smaller micro_batch_size"] if recipe.micro_batch_size > 1 else []
-    return ", or ".join([*words, "a shorter seq_length"])
+    words = [f"set tiles.{name}=auto" for name in type(tiles).model_fields if getattr(tiles, name) is None][:1]
+    words += ["use a smaller micro_batch_size"] if recipe.micro_batch_size > 1 else []
+    return ", or ".join([*words, "shorten seq_length"])

@@ -119,7 +119,8 @@ class Zero3Memory(DeepSpeedMemory):
                 joined = size * self.accumulated_itemsize if len(group) > 1 else 0
                 self.hold(GRADIENTS, joined)
                 if self.accumulated_itemsize != 4:
-                    self.hold(GRADIENTS, size * 4 - joined)
+                    self.hold(GRADIENTS, size * 4)
+                    self.hold(GRADIENTS, -joined)
                     joined = size * 4
                 self.hold(GRADIENTS, -joined)
         self.coordinator.gather_persistent()
