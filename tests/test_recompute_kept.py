@@ -15,6 +15,7 @@ from model.modes import Mode, parse
 from tests.births import Births
 from tests.mode_steps import make
 from tests.shapes import batch
+from tools import plot_modes
 from training.memory import Meter
 
 MODES = [
@@ -228,3 +229,8 @@ def test_nothing_but_parameters_and_gradients_outlives_a_step():
         model.zero_grad()
         gc.collect()
         assert [births.alive(i) for i in range(3)] == [[]] * 3
+
+
+def test_the_page_about_modes_shows_the_tables_of_bytes_and_flops(repo_root):
+    page = (repo_root / "docs" / "modes.md").read_text().splitlines()
+    assert [line for line in plot_modes.tables() if line not in page] == []
