@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,16 @@ if not devices():
 # The shared folder may hold the lock file of a killed build, which the next one waits for without end.
 os.environ["TORCH_EXTENSIONS_DIR"] = tempfile.mkdtemp(prefix="torch_extensions_")
 atexit.register(shutil.rmtree, os.environ["TORCH_EXTENSIONS_DIR"], ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def _linear_as_it_was() -> Iterator[None]:
+    """ZeRO-3 exchanges torch's linear for its own, for the rest of the process: a test's engine is no other test's."""
+    functional = sys.modules.get("torch.nn.functional")
+    before = functional.linear if functional else None
+    yield
+    if functional:
+        functional.linear = before
 
 
 @pytest.fixture(scope="session")
