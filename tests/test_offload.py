@@ -230,11 +230,13 @@ def test_after_forward_and_peak_both_drop_and_host_bytes_are_what_was_moved(mode
             step(model, shape=(2, 256))
         return meter
 
+    gc.collect()
+    others = host.live_bytes()  # of another test's ZeRO engine: its hooks keep what they saw
     plain, moved = measured(mode), measured(f"{mode}+offload")
     kept = sum(kept_bytes(make(num_attention_heads=2).config, parse(mode), 2, 256, 4).values())
     assert plain.after_forward_bytes - moved.after_forward_bytes == (LAYERS - 1) * kept
-    assert moved.peak_host_bytes == (LAYERS - 1) * kept
-    assert plain.peak_host_bytes == 0
+    assert moved.peak_host_bytes - others == (LAYERS - 1) * kept
+    assert plain.peak_host_bytes == others
     assert plain.peak_bytes - moved.peak_bytes >= (LAYERS - 3) * kept  # the last, the current and the next are there
 
 
