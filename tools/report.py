@@ -77,6 +77,9 @@ def show(folder: Path) -> None:
     for name, mode in found["modes"].items():
         if mode["error"]:
             console.print(f"{name}: {mode['status']}: {mode['error']}", markup=False, soft_wrap=True)
+    if found["not_timed"]:
+        left = len(found["not_timed"])
+        console.print(f"{left} speeds were left out for want of time (sweep.minutes); the same command measures on.")
     for line in recommend.lines(found):
         console.print(line.replace("`", ""), markup=False, soft_wrap=True)
     console.print(f"Report, pictures and records: {folder}; `make tensorboard LOGDIR={folder}/tb`", soft_wrap=True)
@@ -185,7 +188,8 @@ def _speeds(found: dict[str, Any]) -> Iterator[str]:
     yield from _table(("mode", *map(count, sizes)), table)
     yield ""
     if found["not_timed"]:
-        yield f"Left out for want of time: {len(found['not_timed'])} timings (`sweep.minutes` sets it)."
+        yield f"Left out for want of time: {len(found['not_timed'])} timings (`sweep.minutes`); the same sweep, run again,"
+        yield "goes on with them."
         yield ""
 
 
