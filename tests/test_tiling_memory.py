@@ -14,6 +14,7 @@ from model.gpt import GPT, GPTConfig
 from tests import shapes
 from tools import tiles as table
 from tools.tiles import ATTENTION, LOSS, MLP, layer, per_token, step
+from tools.tiles_speed import loss_peak
 from training.memory import Meter
 from training.recipe import load
 
@@ -210,3 +211,7 @@ def test_what_a_graph_saved_is_let_go_by_backward_and_not_when_the_loss_dies():
         loss = model(*shapes.batch(1, 80))
         loss.backward()
         assert meter.live_bytes - before == loss.nbytes
+
+
+def test_loss_tiles_take_a_twentieth_of_the_memory_at_a_vocabulary_of_50257():
+    assert loss_peak(131_072, None) >= 20 * loss_peak(131_072, "auto")

@@ -45,7 +45,7 @@ Measure = Callable[[GPTConfig, str, dict[str, Any], int], tuple[int, str]]
 
 def layer(config: GPTConfig, mode: str, tiles: dict[str, Any], tokens: int) -> tuple[int, str]:
     """Peak bytes of one layer in forward and backward, its input and its output's gradient included, and the owner."""
-    with _built(replace(config, num_layers=1), mode, tiles) as model:
+    with built(replace(config, num_layers=1), mode, tiles) as model:
         rope = None
         if model.position_embedding is None:
             rope = rope_table(tokens, config.head_dim, config.rope_theta, torch.device("cpu"))
@@ -58,7 +58,7 @@ def layer(config: GPTConfig, mode: str, tiles: dict[str, Any], tokens: int) -> t
 
 def step(config: GPTConfig, mode: str, tiles: dict[str, Any], tokens: int) -> tuple[int, str]:
     """Peak bytes of forward and backward of the whole model, weights and their gradients included, and the owner."""
-    with _built(config, mode, tiles) as model, Meter(model=model) as meter:
+    with built(config, mode, tiles) as model, Meter(model=model) as meter:
         model(*(torch.zeros(1, tokens, dtype=torch.long) for _ in range(2))).backward()
         return meter.peak_bytes, meter.peak_op
 
@@ -83,7 +83,7 @@ class _Rest(torch.autograd.Function):
 
 
 @contextmanager
-def _built(config: GPTConfig, mode: str, tiles: dict[str, Any]) -> Iterator[GPT]:
+def built(config: GPTConfig, mode: str, tiles: dict[str, Any]) -> Iterator[GPT]:
     """The model in bfloat16, of fake tensors, with its tiles and mode."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
