@@ -188,8 +188,8 @@ def _speeds(found: dict[str, Any]) -> Iterator[str]:
     yield from _table(("mode", *map(count, sizes)), table)
     yield ""
     if found["not_timed"]:
-        yield f"Left out for want of time: {len(found['not_timed'])} timings (`sweep.minutes`); the same sweep, run again,"
-        yield "goes on with them."
+        yield f"Left out for want of time: {len(found['not_timed'])} timings (`sweep.minutes`)."
+        yield "The same sweep, run again, goes on with them."
         yield ""
 
 
