@@ -75,7 +75,7 @@ def lines(summary: dict[str, Any]) -> Iterator[str]:
         yield f"{what} {reach} {count(choice.end)}{unit}: `{choice.mode}`, {run}. {reason}"
     covered = sum(choice.end - choice.begin + 1 for choice in chosen)
     if covered < chosen[-1].end:
-        yield "Other sizes: what fits there was not timed at one size that all share; run the same sweep again to go on."
+        yield "Other sizes: what fits there was not timed at one size that all share; the sweep goes on when run again."
     fastest_first = [(speed(summary, choice), choice) for choice in chosen]
     for i, (timing, choice) in enumerate(fastest_first):
         if all(timing["tokens_per_s"] > later["tokens_per_s"] for later, _ in fastest_first[i + 1 :]):
