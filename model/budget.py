@@ -2,6 +2,8 @@
 
 The layers are compiled, nothing else; `activation_memory_budget` (torch/_functorch/config.py) is set while they are and
 put back. Compiled code decomposes and fuses, so gradients equal those of mode none to rounding, not to the bit.
+Dropout is refused below a share of 1: what is recomputed would draw another mask (torch 2.13 on a CPU, by finite
+differences; not tried on a GPU).
 """
 
 from __future__ import annotations

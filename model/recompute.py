@@ -174,6 +174,11 @@ def _compile(model: GPT, modes: Sequence[Mode], applied: _Applied) -> None:
         raise ValueError(
             f"mode {mode}: the compiler cannot see into tiles of layers; leave them out, or take another mode"
         )
+    if mode.fraction < 1 and _is_stochastic(model):
+        raise ValueError(
+            f"mode {mode}: torch's partitioner draws dropout anew when it recomputes, and gradients would be wrong; "
+            "write budget1, another mode, or dropout 0"
+        )
     compiled = budget.compiler(mode.fraction, next(model.parameters()).device.type, applied.activity)
     for layer in model.layers:
         applied.exchange(layer, "forward", partial(budget.run, layer, type(layer).forward, compiled))
