@@ -8,7 +8,6 @@ import torch
 
 from model import recompute, tiling
 from model.gpt import GPT, GPTConfig
-from tests.test_tiling_memory import bfloat16
 from tools.tiles import ATTENTION, LOSS, MLP, step
 from training.memory import Meter
 from training.recipe import load
@@ -19,10 +18,10 @@ BUDGET_BYTES = 2 * 2**30
 
 @pytest.mark.slow
 def test_a_real_step_of_131072_tokens_fits_into_2_gib():
-    """Two layers of width 128; the untiled loss alone would take 12 * T * V bytes, 75 GiB."""
+    """Two layers of width 128 in float32; the untiled loss alone would take 12 * T * V bytes, 12 GiB."""
     tokens = 131_072
-    model: GPT = bfloat16(GPTConfig(2, 128, 2, 50257))
-    tiling.apply(model, **AUTO | {LOSS: 512})
+    model = GPT(GPTConfig(2, 128, 2, 8192))
+    tiling.apply(model, **AUTO)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     threads = torch.get_num_threads()
     torch.set_num_threads(os.cpu_count() or 1)
@@ -30,7 +29,7 @@ def test_a_real_step_of_131072_tokens_fits_into_2_gib():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             recompute.apply(model, "full+attention+offload")
-        stream = torch.randint(50257, (1, tokens + 1), generator=torch.Generator().manual_seed(0))
+        stream = torch.randint(8192, (1, tokens + 1), generator=torch.Generator().manual_seed(0))
         with Meter(model=model, optimizer=optimizer, budget_bytes=BUDGET_BYTES) as meter:
             loss = model(stream[:, :-1], stream[:, 1:])
             loss.backward()
@@ -40,7 +39,7 @@ def test_a_real_step_of_131072_tokens_fits_into_2_gib():
     print(f"\n{tokens:,} tokens: loss {loss.item():.3f}, peak {meter.peak_bytes / 2**20:.0f} MiB by {meter.peak_op}")
     assert meter.peak_bytes <= BUDGET_BYTES
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-    assert abs(loss.item() - 10.8) < 0.3  # ln(V): nothing is learnt yet
+    assert abs(loss.item() - 9.0) < 0.3  # ln(V): nothing is learnt yet
 
 
 @pytest.mark.slow
