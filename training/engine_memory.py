@@ -216,9 +216,9 @@ def make_engine_memory(
 
 
 def gathers(recipe: Recipe, world_size: int) -> bool:
-    """Whether the engine gathers a module's parameters when it is called."""
+    """Whether the engine gathers each module's parameters when it is called."""
     if recipe.engine.name == "torch":
-        return world_size > 1
+        return False  # FSDP gathers whole layers
     config = merged_config(recipe, world_size, 2)
     return config["zero_optimization"].get("stage", 0) == 3
 

@@ -146,7 +146,8 @@ class Planner:
         inputs = self.outside_bytes(seq_length)
         peak, kinds, owner = peak_of(whole, walked)
         kinds[OTHER] += inputs
-        after = max(int(whole.start[whole.after_forward] + one.live[whole.after_forward]) for one in walked.passes)
+        at = whole.after_forward  # what the engine does there already belongs to backward
+        after = max(int(whole.start[at] + one.live[at - 1]) for one in walked.passes)
         result = Prediction(
             self.mode,
             seq_length,

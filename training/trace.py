@@ -109,7 +109,12 @@ class _Books(Storages):
         self.cuda = recorder.job.cuda
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.cuda:
+        if func is torch.ops.aten.native_layer_norm.default and not self.cuda:
+            # The CPU's kernel keeps a row's statistics in the dtype of x, the meta device's and CUDA's in float32.
+            normed, *statistics = func(*args, **(kwargs or {}))
+            out = normed, *(torch.empty_like(each, dtype=normed.dtype) for each in statistics)
+            self._see_all(out, func)
+        elif not self.cuda:
             out = super().__torch_dispatch__(func, types, args, kwargs)
         else:
             with cuda_layout.adding_in_place(self, func, args):
