@@ -11,6 +11,8 @@ from training import cuda_layout
 from training.planner import Device, Planner
 from training.recipe import Recipe, load
 
+LEANEST = ("full", "full+sqrt", "full+offload")  # what `auto` comes down to where hardly anything fits
+
 
 class Predictor:
     """Predictions for a sweep's trials; None where the planner has none. A search is right without them, but longer.
@@ -25,6 +27,9 @@ class Predictor:
 
     def longest(self, variant: Variant, granularity: int, maximum: int) -> int | None:
         """The largest size that should fit."""
+        if variant.mode == "auto":
+            known = [self.longest(Variant(variant.attention, mode), granularity, maximum) for mode in LEANEST]
+            return max((size for size in known if size is not None), default=None)
         first = Point(variant, self.recipe.seq_length, self.recipe.micro_batch_size)
         try:
             if self.axis == "seq_length":
@@ -37,7 +42,7 @@ class Predictor:
 
     def peak(self, point: Point) -> int | None:
         """Device bytes at the peak of a step."""
-        if point.variant.mode in self.problems:
+        if point.variant.mode in ("auto", *self.problems):  # a plan fills the budget, whatever the size
             return None
         try:
             planner = self._planner(point.variant, point.micro_batch_size)

@@ -5,6 +5,7 @@ Only measured points count: nothing is read between or beyond them.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,8 @@ from model.modes import Mode, parse
 from tools.words import count, size, times
 
 ALIKE = 0.03  # a mode whose fastest step takes at most so much longer than the best mode's median is called alike
+FASTER_THAN_NONE = 0.9  # a step that does more work cannot take so little of `none`'s time
+UNSTEADY = 1.3  # the longest step of a timing over its shortest, in the middle of all timings
 
 
 @dataclass(frozen=True)
@@ -59,9 +62,29 @@ def longest_of(summary: dict[str, Any], name: str) -> int:
     return mode["largest_micro_batch_size"] if summary["axis"] == "micro_batch_size" else mode["longest_context"]
 
 
+def doubt(summary: dict[str, Any]) -> str | None:
+    """Why the speeds are no ground for a choice; None when they are. Sizes and bytes do not depend on it."""
+    timings = [t for mode in summary["modes"].values() for t in mode["timings"]]
+    fastest = min((t["overhead"] for t in timings if t["overhead"]), default=1.0)
+    spread = (
+        statistics.median(t["step_time_spread_s"][1] / t["step_time_spread_s"][0] for t in timings) if timings else 1.0
+    )
+    if fastest >= FASTER_THAN_NONE and spread <= UNSTEADY:
+        return None
+    return (
+        f"The machine was too busy to compare speeds: steps of one trial differ by {times(spread)}, and a mode took"
+        f" {times(fastest)} of the time of `none`, which does least. Sizes and bytes stand; for speeds, sweep again."
+    )
+
+
 def lines(summary: dict[str, Any]) -> Iterator[str]:
     """The recommendation, a sentence for each case, with its reason."""
     chosen = choices(summary)
+    if chosen and (why := doubt(summary)):
+        yield why
+        reach = sorted(summary["modes"], key=lambda name: -longest_of(summary, name))
+        yield "By reach alone: " + ", ".join(f"`{name}` {count(longest_of(summary, name))}" for name in reach) + "."
+        return
     if not chosen:
         yield "Nothing can be recommended: no mode was timed. Raise the budget, or lower the granularity."
         return
@@ -106,9 +129,18 @@ def order(summary: dict[str, Any]) -> Iterator[tuple[str, str, float | None]]:
         for other, beyond in modes.items():
             if name == other or entry["attention"] != beyond["attention"]:
                 continue
-            if _keeps_no_more(parse(beyond["mode"]), parse(entry["mode"]), entry["attention"]):
+            if _reaches_as_far(beyond["mode"], entry["mode"], entry["attention"]):
                 mine, theirs = longest_of(summary, name), longest_of(summary, other)
                 yield name, other, theirs / mine if mine else None
+
+
+def _reaches_as_far(name: str, other: str, attention: str) -> bool:
+    """Whether theory says that mode `name` has no shorter longest context than mode `other`."""
+    if name == "auto":  # it chooses among all others
+        return other != "auto"
+    if other == "auto" or "budget" in (parse(name).recompute, parse(other).recompute):  # a compiler's choice
+        return False
+    return _keeps_no_more(parse(name), parse(other), attention)
 
 
 def _keeps_no_more(a: Mode, b: Mode, attention: str) -> bool:

@@ -25,7 +25,7 @@ from training import hardware, run
 from training.schema import ROOT
 
 ROUNDS = 5  # that count, after one to warm up
-ENOUGH_S = 20.0  # no further round is begun after so many seconds, once two are done
+ENOUGH_S = 8.0  # no further round is begun after so many seconds, once two are done
 COPY_BYTES = 64 * 2**20
 ADAM_ELEMENTS = 2**22
 

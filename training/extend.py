@@ -36,7 +36,12 @@ class Short:
 
 @lru_cache(maxsize=256)
 def shorten(modes: tuple[Mode, ...]) -> Short:
-    """The fewest layers whose trace can be extended to a model with one of `modes` for each layer."""
+    """The fewest layers whose trace can be extended to a model with one of `modes` for each layer.
+
+    Raises ValueError for mode budget: what a compiler keeps is only known when it has compiled.
+    """
+    if any(mode.recompute == "budget" for mode in modes):
+        raise ValueError(f"mode {modes[0]} cannot be planned: what it keeps is the compiler's choice; measure it")
     groups = [(len(group.layers), group.mode) for group in make_groups([None] * len(modes), modes)]  # type: ignore[list-item]
     repeats = OFFLOAD_REPEATS if any(mode.offload for mode in modes) else PLAIN_REPEATS
     short: list[Mode] = []
