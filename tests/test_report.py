@@ -128,6 +128,20 @@ def test_modes_that_are_about_as_fast_are_named_and_the_simplest_is_taken(found:
     assert recommend.choices(noisy)[0].mode == "unfused/none"
 
 
+def test_nothing_is_recommended_from_the_speeds_of_a_busy_machine(found: dict[str, Any]) -> None:
+    assert recommend.doubt(found) is None
+    faster, unsteady = json.loads(json.dumps(found)), json.loads(json.dumps(found))
+    faster["modes"]["sdpa/full"]["timings"][0]["overhead"] = 0.76
+    for mode in unsteady["modes"].values():
+        for timing in mode["timings"]:
+            timing["step_time_spread_s"] = [timing["step_time_s"], 2 * timing["step_time_s"]]
+    for noisy in (faster, unsteady):
+        first, second = recommend.lines(noisy)
+        assert "too busy to compare speeds" in first
+        assert second.startswith("By reach alone: `unfused/full` 4,928, `sdpa/full` 4,928")
+        assert "tokens/s" not in first + second
+
+
 def test_theory_orders_only_what_it_can(found: dict[str, Any]) -> None:
     pairs = {(a, b) for a, b, _ in recommend.order(found)}
     assert ("sdpa/selective", "sdpa/full+attention") in pairs

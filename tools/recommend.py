@@ -82,8 +82,8 @@ def lines(summary: dict[str, Any]) -> Iterator[str]:
     chosen = choices(summary)
     if chosen and (why := doubt(summary)):
         yield why
-        reach = sorted(summary["modes"], key=lambda name: -longest_of(summary, name))
-        yield "By reach alone: " + ", ".join(f"`{name}` {count(longest_of(summary, name))}" for name in reach) + "."
+        by_reach = sorted(summary["modes"], key=lambda name: -longest_of(summary, name))
+        yield "By reach alone: " + ", ".join(f"`{name}` {count(longest_of(summary, name))}" for name in by_reach) + "."
         return
     if not chosen:
         yield "Nothing can be recommended: no mode was timed. Raise the budget, or lower the granularity."
