@@ -142,7 +142,7 @@ def _facts(found: dict[str, Any], environment: dict[str, Any]) -> Iterator[str]:
     lengths = found["axis"] == "seq_length"
     fixed = f"micro-batch {found['micro_batch_size']}" if lengths else f"context {count(found['seq_length'])}"
     yield (
-        f"{found['trials']} trials in {duration(found['seconds'])}, each a fresh process of `train.py`; {fixed};"
+        f"{found['trials']} trials took {duration(found['seconds'])}, each a fresh process of `train.py`; {fixed};"
         f" {found['world_size']} rank{'s' if found['world_size'] > 1 else ''}; torch {found['torch']}, deepspeed"
         f" {found['deepspeed']}; {environment.get('time', '')[:10]}. A size is the longest when it survived its"
         f" optimizer steps and the next multiple of {found['granularity']} was tried and did not."

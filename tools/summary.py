@@ -42,8 +42,8 @@ def of(sweep: Sweep) -> dict[str, Any]:
         "host_budget_bytes": recipe.host_budget_bytes,
         **{name: trials.environment[name] for name in ("device", "world_size", "torch", "deepspeed", "cuda")},
         "code": trials.code,
-        "trials": len({r["trial"] for r in trials.records if r["code"] == trials.code}),
-        "seconds": sweep.seconds(),
+        "trials": sum(r["code"] == trials.code for r in trials.records),
+        "seconds": sum(r["wall_s"] for r in trials.records if r["code"] == trials.code),  # also of interrupted sweeps
         "not_timed": [[sweep.display.names[t.variant], t.size] for t in sweep.left_out],
         "modes": modes,
     }
