@@ -54,11 +54,15 @@ def check(folder: Path, groups: list[list[str]], ranks: int, tolerance: float = 
     words = [word.replace("@", str(folder)) for group in groups for word in ("--", *group)]
     results = run(file, words, ranks)
     assert len(results) == len(groups)
+    wrong = []
     for case, real in zip(cases(words), results):
         r = recipe.load(file, case)
         planned = Planner(r, r.recompute, CPU, ranks).predict(r.seq_length)  # type: ignore[arg-type]
         for name in ("peak_device_bytes", "after_forward_device_bytes", "peak_host_bytes"):
-            assert abs(getattr(planned, name) - real[name]) <= tolerance * max(real[name], 1), (case, name)
+            off = getattr(planned, name) - real[name]
+            if abs(off) > tolerance * max(real[name], 1):
+                wrong.append(f"{' '.join(case)}: {name} is {real[name]}, planned {off:+} ({real['peak_op']})")
+    assert not wrong, "\n".join(wrong)
 
 
 def engine(config: str, *words: str) -> list[str]:
@@ -80,7 +84,7 @@ def test_planned_bytes_are_those_of_deepspeed_on_two_ranks(folder: Path, precisi
     groups = [engine(config, *words, f"recompute={mode}") for config in plain for mode in ("none", "full")]
     for config in ("zero3", "@/gather3.json", "@/reuse3.json"):
         groups += [engine(config, *words, f"recompute={mode}") for mode in ("none", "full", "full+attention")]
-    check(folder, groups, ranks=2)
+    check(folder, groups, ranks=2, tolerance=0.01)
 
 
 @pytest.mark.slow

@@ -99,8 +99,8 @@ class Zero3Memory(DeepSpeedMemory):
         cast = parts * 4 if self.accumulated_itemsize != self.communication_itemsize else 0
         sent = self.bucket_fill * self.communication_itemsize if self.communication_itemsize != self.itemsize else 0
         self.use(joined + cast + sent)
-        if self.offload and self.last_pass:
-            self.use(joined + cast + max(NORM_BYTES * self.part[name] for name in self.bucket))
+        if self.offload and self.last_pass:  # a norm each, of what the reduction has left
+            self.use((cast or joined) + max(NORM_BYTES * self.part[name] for name in self.bucket))
         for name in self.bucket:
             self.hold(GRADIENTS, -self.own.pop(name, 0))
         self.bucket, self.bucket_fill = [], 0
