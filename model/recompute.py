@@ -19,6 +19,7 @@ How it is moved: model/offload.py.
 import math
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -26,13 +27,13 @@ from typing import Any
 from torch import nn
 
 from model import budget, layer_loop, tiling
-from model.gpt import GPT, Block
+from model.gpt import GPT, Block, GPTConfig
 from model.layer_loop import Group
 from model.modes import NAMED, Mode, parse, parse_layers
 from model.offload import MIN_BYTES, HostPool
 from model.replay import Activity, is_recomputing
 
-__all__ = ["MODES", "Activity", "Mode", "activity", "apply", "is_recomputing", "require_active"]
+__all__ = ["MODES", "Activity", "Mode", "activity", "apply", "effective", "is_recomputing", "require_active"]
 
 MODES: dict[str, Mode] = {name: parse(name) for name in NAMED}
 
@@ -90,8 +91,8 @@ def activity(model: GPT) -> Activity:
 def require_active(model: GPT, mode: str | Mode | Sequence[str | Mode]) -> None:
     """Raises RuntimeError when a training step was made and the mode did nothing of what it promises."""
     modes, done = parse_layers(mode, len(model.layers)), activity(model)
-    idle = tiling.covered(model) | ({"core_attn"} if model.config.attention != "unfused" else set())
-    recomputing = [one for one in modes if one.recompute == "full" or set(one.modules) - idle]
+    told = [effective(one, model.config, tiling.applied(model)) for one in modes]
+    recomputing = [one for one, real in zip(modes, told) if real.recompute in ("selective", "full")]
     moving = [one for one in modes if one.offload]
     if recomputing and not done.recomputed and not done.compiled:
         raise RuntimeError(f"mode {recomputing[0]} recomputed nothing: its forward was replaced or not trained")
@@ -102,6 +103,15 @@ def require_active(model: GPT, mode: str | Mode | Sequence[str | Mode]) -> None:
             f"mode {moving[0]} moved 0 bytes to host memory: every tensor is smaller than "
             f"{MIN_BYTES} bytes, or there is one layer only (the last one is never moved); use a mode without offload"
         )
+
+
+def effective(mode: Mode, config: GPTConfig, tiles: tiling.Tiles) -> Mode:
+    """The mode without the words that change nothing for a model of this shape with these tiles."""
+    idle = tiling.covered(tiles) | (set() if config.attention == "unfused" else {"core_attn"})
+    modules, keep = (tuple(word for word in words if word not in idle) for words in (mode.modules, mode.keep))
+    if mode.recompute == "selective" and not modules:
+        return Mode(offload=mode.offload)
+    return replace(mode, modules=modules, keep=keep)
 
 
 def make_groups(layers: Sequence[int], modes: Sequence[Mode]) -> list[Group]:
@@ -201,7 +211,7 @@ def _reasons_to_warn(model: GPT, groups: Sequence[Group]) -> Iterator[str]:
     fused = implementation != "unfused"
     for group in groups:
         name = str(group.mode)
-        if idle := tiling.covered(model) & {*group.mode.modules, *group.mode.keep}:
+        if idle := tiling.covered(tiling.applied(model)) & {*group.mode.modules, *group.mode.keep}:
             yield (
                 f"mode {name}: {', '.join(sorted(idle))} changes nothing here: tiles keep less than that, and compute "
                 "the rest again, in every mode"

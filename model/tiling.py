@@ -74,9 +74,9 @@ def applied(model: GPT) -> Tiles:
     return model.__dict__.get("_tiles", Tiles())
 
 
-def covered(model: GPT) -> set[str]:
-    """Words of a memory mode (model/modes.py) that change nothing, because the applied tiles keep less anyway."""
-    tiles, words = applied(model), set()
+def covered(tiles: Tiles) -> set[str]:
+    """Words of a memory mode (model/modes.py) that change nothing, because these tiles keep less anyway."""
+    words = set()
     if tiles.attention_head_groups:
         words |= {"core_attn", "qkv", "projection"}
     if tiles.mlp_tile_tokens:

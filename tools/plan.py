@@ -87,6 +87,9 @@ def table(plans: Sequence[ModePlan], seq: int | None) -> Table:
         grid.add_column(name, justify="right")
     grid.add_column("who causes the peak", overflow="fold")
     for one in plans:
+        if one.same_as:
+            grid.add_row(one.mode, f"as {one.same_as}")
+            continue
         s = one.step
         cells = [one.mode, f"{one.longest_context:,}" if one.longest_context else "none fits", one.limited_by]
         if seq:
@@ -94,7 +97,7 @@ def table(plans: Sequence[ModePlan], seq: int | None) -> Table:
         cells += [f"{nbytes / GIB:.2f}" for nbytes in (s.peak_device_bytes, s.after_forward_device_bytes)]
         cells += [f"{s.peak_host_bytes / GIB:.1f}", f"{s.step_time_s:.3g}", f"{s.tokens_per_s:,.0f}"]
         cells += ["-" if share is None else f"{share:.0%}" for share in (s.mfu, s.hfu, s.recompute_overhead)]
-        grid.add_row(*cells, s.peak_op)
+        grid.add_row(*cells, s.peak_op.replace("aten._scaled_dot_product_flash_attention_for_cpu", "attention"))
     return grid
 
 
@@ -120,7 +123,9 @@ def explanation(plans: Sequence[ModePlan], recipe: Recipe, target: Device) -> li
         lines.append(f"Assumed of peak: {kernels}; copies to the host at {target.gpu.link_bytes_per_s / 1e9:.0f} GB/s.")
     else:
         lines.append("Planned for this machine's CPU, in bytes as the meter counts them. For a GPU write GPU=NAME.")
-    notes = dict.fromkeys(note for one in plans for note in one.step.notes)
+    if any(one.same_as for one in plans):
+        lines.append("`as`: the mode does just what that one does; fused attention and tiles leave it nothing to do.")
+    notes = dict.fromkeys(note for one in plans if not one.same_as for note in one.step.notes)
     return lines + [f"Note: {note}" for note in notes]
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from typing import Any
@@ -21,7 +21,8 @@ import numpy as np
 
 from model import tiling
 from model.gpt import GPTConfig, flops_per_token
-from model.modes import NAMED, parse_layers
+from model.modes import NAMED, Mode, parse_layers
+from model.recompute import effective
 from training import cuda_layout
 from training.build import DTYPES
 from training.engine_memory import Walked, gathers, make_engine_memory, parameters_of, walk
@@ -51,11 +52,12 @@ class ModePlan:
     next_tried: int | None  # the shortest length known not to fit
     step: Prediction
     fits: bool  # whether that step does
+    same_as: str | None = None  # the mode planned before that does just the same for this recipe
 
     def record(self) -> dict[str, Any]:
         """The mode's part of `--json`."""
         own = {"longest_context": self.longest_context, "limited_by": self.limited_by, "next_tried": self.next_tried}
-        return own | {"fits": self.fits} | vars(self.step)
+        return own | {"fits": self.fits, "same_as": self.same_as} | vars(self.step)
 
 
 class Planner:
@@ -79,6 +81,12 @@ class Planner:
             problem = "has no fused kernel on a CPU; write 0, or model.attention: unfused"
             raise self.recipe.error("model.attention_dropout", problem)
         return GPTConfig(**fields)
+
+    def effective_modes(self) -> tuple[Mode, ...]:
+        """One for each layer: what its mode really does with this recipe's attention and tiles."""
+        config = self.config(self.recipe.seq_length)
+        tiles = tiling.resolve(config, **self.recipe.tiles.model_dump())
+        return tuple(effective(mode, config, tiles) for mode in self.modes)
 
     def traced(self, seq_length: int) -> tuple[Step, Walked]:
         """The whole step at a length, and what the engine holds along it."""
@@ -254,8 +262,13 @@ def plan(
     seq_length: int | None = None,
     workers: int | None = None,
 ) -> list[ModePlan]:
-    """`plan_mode` for each mode (None: all named ones), in a few processes (None: at most two)."""
+    """`plan_mode` for each mode (None: all named ones), in a few processes (None: at most two). Modes that do the same
+    for this recipe are planned once.
+    """
     modes = list(modes or NAMED)
+    firsts: dict[tuple[Mode, ...], str] = {}
+    own = {mode: Planner(recipe, mode, device, world_size).effective_modes() for mode in modes}
+    same = {mode: firsts.setdefault(own[mode], mode) for mode in modes}
     speed_of(device, recipe)  # measured once, here, and not while other processes compute
     one = partial(
         plan_mode,
@@ -267,10 +280,17 @@ def plan(
         seq_length=seq_length,
     )
     workers = min(2, os.cpu_count() or 1) if workers is None else workers
-    if workers < 2 or len(modes) < 4 or not hasattr(os, "fork"):
-        return [one(mode) for mode in modes]
-    with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
-        return list(pool.map(one, modes))
+    if workers < 2 or len(firsts) < 4 or not hasattr(os, "fork"):
+        planned = {mode: one(mode) for mode in firsts.values()}
+    else:
+        with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
+            planned = dict(zip(firsts.values(), pool.map(one, firsts.values())))
+    return [
+        planned[mode]
+        if first == mode
+        else replace(planned[first], mode=mode, step=replace(planned[first].step, mode=mode), same_as=first)
+        for mode, first in same.items()
+    ]
 
 
 def advice(recipe: Recipe, target: Device | None = None, world_size: int = 1) -> str:
