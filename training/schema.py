@@ -125,7 +125,7 @@ class Log(Section):
 
 class Sweep(Section):
     modes: ModeNames = Field(
-        ("none", "selective", "selective+norm+activation", "full", "full+attention", "full+offload"),
+        ("none", "selective", "selective+norm+activation", "full", "full+attention", "full+offload", "auto"),
         min_length=1,
         description="Compared.",
     )
