@@ -18,6 +18,7 @@ import torch
 
 from model.gpt import GPT
 from training import build, checkpoint, data, hardware, run, world
+from training.choosing.settle import Settled, check, settle
 from training.engine import make_engine
 from training.memory import Meter
 from training.metrics import Metrics, Progress, read
@@ -26,7 +27,6 @@ from training.recipe import Recipe, RecipeError, documentation, load
 from training.record import Tally
 from training.run import RunError, RunFolder
 from training.schema import ROOT
-from training.settle import Settled, check, settle
 
 TIMELINE_POINTS = 2000  # of memory.json
 
@@ -164,7 +164,7 @@ def claim(folder: RunFolder, recipe: Recipe, here: world.World) -> bool:
         raise RecipeError(problem)
     if any(here.max(finished is not None)):
         if here.is_main:
-            print(f"{folder.path}: {recipe.steps} steps are done; remove the folder or use --run-dir to start anew")
+            print(f"{folder.path}: {recipe.steps} steps are done; remove it, or name another (RUN_DIR=, --run-dir)")
         return False
     if here.is_main:
         folder.write_environment(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from training.assignment import Assignment, Choice, DoesNotFit, Limits, assign, evaluate, fits
+from training.choosing.assignment import Assignment, Choice, DoesNotFit, Limits, assign, evaluate, fits
 
 bytes_ = st.integers(0, 60)
 seconds = st.integers(0, 20).map(float)

@@ -13,12 +13,12 @@ from model.gpt import GPT, GPTConfig
 from model.modes import Mode, parse
 from model.tiling import Tiles
 from tests import tiny
-from training import auto
-from training.assignment import DoesNotFit, evaluate
-from training.calibration import Times
-from training.candidates import Candidates, groups, modes
-from training.layer_costs import Tracer
-from training.trace import Job
+from training.choosing import auto
+from training.choosing.assignment import DoesNotFit, evaluate
+from training.choosing.calibration import Times
+from training.choosing.candidates import Candidates, groups, modes
+from training.choosing.layer_costs import Tracer
+from training.planning.trace import Job
 
 LAYERS = 10
 CONFIG = GPTConfig(num_layers=LAYERS, hidden_size=64, num_attention_heads=4, ffn_hidden_size=256, vocab_size=300)

@@ -16,8 +16,9 @@ import pytest
 import train
 from model.modes import Mode
 from tests import tiny
-from training import calibration, layer_costs, layer_plan, run
-from training.calibration import Shape, Times
+from training import run
+from training.choosing import calibration, layer_costs, layer_plan
+from training.choosing.calibration import Shape, Times
 from training.engine import Engine, make_engine
 from training.recipe import RecipeError
 

@@ -13,8 +13,9 @@ from model import recompute, tiling
 from model.gpt import GPT, GPTConfig
 from model.modes import Mode, parse
 from tests import tiny
-from training import compile_budget, run
-from training.calibration import Shape
+from training import run
+from training.choosing import compile_budget
+from training.choosing.calibration import Shape
 from training.memory import Meter
 
 CONFIG = GPTConfig(num_layers=3, hidden_size=64, num_attention_heads=4, vocab_size=100)

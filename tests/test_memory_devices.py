@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from model import host
 from training.memory import Meter
-from training.storages import Storages
+from training.metering.storages import Storages
 
 
 class FakeCuda:
@@ -116,7 +116,7 @@ RESIDENT = """
 import torch
 from model.gpt import GPT, GPTConfig
 from training.memory import Meter
-from training.storages import Storages
+from training.metering.storages import Storages
 
 torch.set_num_threads(1)
 shape = dict(num_layers={layers}, hidden_size={width}, num_attention_heads=16, vocab_size=2048, attention="{attention}")

@@ -21,11 +21,12 @@ from model.modes import NAMED, parse_layers
 from model.tiling import Tiles
 from tools import plan as program
 from tools.real_step import real_step
-from training import gpus, planner, recipe, world
-from training.extend import extend, shorten, step
-from training.longest import longest_multiple
-from training.planner import Device, Planner
-from training.trace import Job, trace
+from training import recipe, world
+from training.planning import gpus, planner
+from training.planning.extend import extend, shorten, step
+from training.planning.longest import longest_multiple
+from training.planning.planner import Device, Planner
+from training.planning.trace import Job, trace
 
 HERE = world.World(0, 1, 0, torch.device("cpu"))
 CPU = Device("cpu", "cpu", None)

@@ -10,7 +10,7 @@ import pytest
 
 from tools.real_step import cases, run
 from training import recipe
-from training.planner import Device, Planner
+from training.planning.planner import Device, Planner
 
 CPU = Device("cpu", "cpu", None)
 RECIPE = """

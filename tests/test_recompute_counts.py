@@ -13,7 +13,7 @@ from model.modes import Mode, parse, parse_layers
 from tests.mode_steps import make
 from tests.shapes import batch
 from training.flops import hardware_flops_per_token, recomputed_flops_per_token
-from training.work import work_of
+from training.planning.work import work_of
 
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 LAYERS = 4

@@ -16,8 +16,9 @@ from test_trials import marked
 from model.modes import NAMED
 from tools import sweep, sweep_check, trials
 from tools.trials import Question, Variant
-from training import data, planner, recipe, run
+from training import data, recipe, run
 from training.metrics import read
+from training.planning import planner
 
 RECIPE = """\
 seq_length: 64

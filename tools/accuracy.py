@@ -23,10 +23,11 @@ import torch
 from model.gpt import GPTConfig
 from model.modes import NAMED, parse_layers
 from tools.real_step import real_step, run
-from training import planner, world
-from training.planner import Device, Planner
+from training import world
+from training.planning import planner
+from training.planning.planner import Device, Planner
+from training.planning.trace import Job, trace
 from training.recipe import ROOT, Recipe, load
-from training.trace import Job, trace
 
 CPU = Device("cpu", "cpu", None)
 SMALL = (
@@ -166,10 +167,11 @@ def page() -> Iterator[str]:
         yield f"| `{mode}` | {published:g} | {korthikanti(mode):g} |"
     yield ALST_HEAD
     for config, where in (("zero3-offload-params", "in host memory, as theirs"), ("zero3-offload", "on the GPU")):
-        one = alst(config)
-        ratio = one.longest_context / ALST_TOKENS - 1
-        peak, host = one.step.reserved_bytes / 2**30, one.step.peak_host_bytes / 2**30
-        yield f"| {where} | {one.longest_context:,} | {ratio:+.1%} | {peak:.1f} | {host:.0f} | {one.limited_by} |"
+        longest = alst(config)
+        ratio = longest.longest_context / ALST_TOKENS - 1
+        peak, host = longest.step.reserved_bytes / 2**30, longest.step.peak_host_bytes / 2**30
+        tokens, limit = longest.longest_context, longest.limited_by
+        yield f"| {where} | {tokens:,} | {ratio:+.1%} | {peak:.1f} | {host:.0f} | {limit} |"
     yield WRONG
 
 

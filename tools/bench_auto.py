@@ -28,10 +28,12 @@ import torch
 from model import recompute, tiling
 from model.gpt import GPT, GPTConfig
 from tools import rivals
-from training import auto, build, calibration, layer_plan, planner
+from training import build
+from training.choosing import auto, calibration, layer_plan
 from training.engine_torch import TorchEngine
 from training.hardware import cpu_name
 from training.memory import Meter
+from training.planning import planner
 from training.recipe import Recipe, load
 from training.run import environment
 from training.world import join

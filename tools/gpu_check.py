@@ -31,10 +31,11 @@ import torch
 
 from model import offload, recompute
 from model.gpt import GPT, GPTConfig
-from training import planner, world
+from training import world
 from training.build import build_model
 from training.engine import make_engine
 from training.memory import Meter
+from training.planning import planner
 from training.recipe import load
 from training.run import environment
 from training.schema import ROOT

@@ -50,7 +50,7 @@ def facts(processes: int | None = None) -> dict[str, Any]:
 
 def memory_of(gpu: str) -> int:
     """Bytes that a run may use on a GPU, by its name in the planner's catalogue. Raises RecipeError."""
-    from training import planner
+    from training.planning import planner
 
     try:
         budget_bytes = planner.device(gpu).budget_bytes

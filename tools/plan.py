@@ -20,8 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from model.modes import parse
-from training import cuda_layout, planner, roofline, run
-from training.planner import Device, ModePlan
+from training import run
+from training.planning import cuda_layout, planner, roofline
+from training.planning.planner import Device, ModePlan
 from training.recipe import Recipe, RecipeError, load, parse_size
 
 START_S = time.perf_counter() - run.age_s()  # imports are part of the time a plan takes

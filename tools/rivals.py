@@ -11,6 +11,7 @@ import io
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +19,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, checkpoint_sequ
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as selective_contexts
 
 from model.gpt import GPT, GPTConfig
-from training import fakes
 from training.memory import Meter
+from training.planning import fakes
+from training.planning.trace import Job
+from training.planning.work import work_of
 from training.recipe import Recipe
-from training.trace import Job
-from training.work import work_of
 
 TARGETS = 16  # of a range
 RunLayers = Callable[[GPT], Callable[[torch.Tensor, Any], torch.Tensor]]
@@ -158,9 +159,7 @@ def _by_operation(policies: Sequence[list[int] | None]) -> RunLayers:
                 if policy is None:
                     x = layer(x, rope)
                 else:
-                    x = checkpoint(
-                        layer, x, rope, use_reentrant=False, context_fn=lambda policy=policy: contexts(policy)
-                    )
+                    x = checkpoint(layer, x, rope, use_reentrant=False, context_fn=partial(contexts, policy))
             return x
 
         return run

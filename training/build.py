@@ -20,7 +20,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def layer_modes(recipe: Recipe) -> list[Mode]:
     """One memory mode per layer, as `recompute` asks for it. Raises RecipeError."""
     if recipe.recompute == "auto" or not isinstance(recipe.recompute, (str, tuple)):
-        raise recipe.error("recompute", "stands for a plan, which is not made here (training/settle.py)")
+        raise recipe.error("recompute", "stands for a plan, which is not made here (training/choosing/settle.py)")
     return parse_layers(recipe.recompute, recipe.model.num_layers)
 
 

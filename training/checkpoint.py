@@ -141,7 +141,8 @@ def _damage(path: Path, step: int, rank: int, layout: dict[str, Any]) -> str | N
         keys = [k for k in {**found, **layout} if found.get(k) != layout.get(k)]
         differ = ", ".join(f"{k} {found.get(k)} (this run: {layout.get(k)})" for k in keys)
         raise RunError(
-            f"checkpoint {path} was saved with {differ}. Continue with the same, or start anew with --run-dir.",
+            f"checkpoint {path} was saved with {differ}. Continue with the same, or start "
+            "anew in another folder (RUN_DIR=, --run-dir).",
             USAGE,
         )
     file = path / f"rank-{rank}.pt"

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from model.gpt import IGNORED
-from training import kinds
+from training.metering import kinds
 from training.recipe import Recipe
 from training.run import NOT_FINITE, RunError
 from training.world import World

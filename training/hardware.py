@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from training import gpus
+from training.planning import gpus
 
 
 def device_name(device: torch.device) -> str:

@@ -26,12 +26,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from model import host
-from training import kinds
-from training.cuda_memory import CudaMemory
-from training.kinds import KINDS, LEAVES, LOSS, OPTIMIZER, OTHER, TEMPORARY
-from training.places import Places, graph_task
-from training.storages import Origin, Storages, resizes_seen
-from training.timeline import Timeline
+from training.metering import kinds
+from training.metering.cuda_memory import CudaMemory
+from training.metering.kinds import KINDS, LEAVES, LOSS, OPTIMIZER, OTHER, TEMPORARY
+from training.metering.places import Places, graph_task
+from training.metering.storages import Origin, Storages, resizes_seen
+from training.metering.timeline import Timeline
 
 _NOTHING = dict.fromkeys(KINDS, 0)
 

@@ -73,7 +73,8 @@ class RunFolder:
                 write_whole(self.path / "recipe.yaml", recipe.to_yaml())
             return finished
         except OSError as error:
-            raise RecipeError(f"run folder {self.path}: {error.strerror}; --run-dir chooses another") from None
+            problem = f"run folder {self.path}: {error.strerror}; RUN_DIR= (--run-dir) chooses another"
+            raise RecipeError(problem) from None
 
     def close(self) -> None:
         """Let another process train here."""
@@ -114,7 +115,7 @@ class RunFolder:
                 return
             except BlockingIOError:
                 if time.monotonic() > give_up_s:
-                    message = f"another process is training in {self.path}; stop it, or choose another --run-dir"
+                    message = f"another process is training in {self.path}; stop it, or set RUN_DIR= (--run-dir)"
                     raise RunError(message, USAGE) from None
             if not waiting:
                 print(f"waiting for another process that is still training in {self.path}", flush=True)
@@ -132,7 +133,7 @@ class RunFolder:
             shown = "\n".join(f"  {k}: {_show(old[k])} there, {_show(new.get(k))} now" for k in changed)
             raise RecipeError(
                 f"{self.path} holds a run of another recipe:\n{shown}\n"
-                "Train in another folder with --run-dir, put the values back, or remove the folder."
+                "Train in another folder (RUN_DIR=, --run-dir), put the values back, or remove the folder."
             )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from training import cuda_layout, gpus, hardware
-from training.gpus import find as gpu
+from training import hardware
+from training.planning import cuda_layout, gpus
+from training.planning.gpus import find as gpu
 
 
 @dataclass(frozen=True)

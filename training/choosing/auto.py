@@ -1,10 +1,9 @@
 """`recompute: auto`: the modes, layer by layer, of the least step time that fits the budget.
 
-Candidates are everything that is implemented (training/candidates.py): their bytes come from the planner's traces,
-their seconds from a short calibration on the device, and the choice among them is exact (training/assignment.py).
-What that model leaves out, because it depends on which layers are neighbours (the last group is not moved, copies in
-flight, what is fetched ahead), is found by predicting the whole step of the chosen list, corrected by the
-difference, and solved again.
+Candidates are everything that is implemented (candidates.py): their bytes come from the planner's traces, their
+seconds from a short calibration on the device, and the choice among them is exact (assignment.py). What that model
+leaves out, because it depends on which layers are neighbours (the last group is not moved, copies in flight, what is
+fetched ahead), is found by predicting the whole step of the chosen list, corrected by the difference, and solved again.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ import torch
 from model import tiling
 from model.gpt import GPTConfig, num_parameters
 from model.modes import Mode, parse
-from training import engine_memory
-from training.assignment import Choice, DoesNotFit, assign, evaluate
 from training.build import DTYPES
-from training.calibration import Shape, Times
-from training.candidates import Candidates, modes
-from training.layer_costs import Tracer
-from training.layer_plan import Fixed, Layer, Made, Plan, tiles_of
+from training.choosing.assignment import Choice, DoesNotFit, assign, evaluate
+from training.choosing.calibration import Shape, Times
+from training.choosing.candidates import Candidates, modes
+from training.choosing.layer_costs import Tracer
+from training.choosing.layer_plan import Fixed, Layer, Made, Plan, tiles_of
+from training.planning import engine_memory
+from training.planning.trace import Job
 from training.recipe import Recipe
-from training.trace import Job
 
 SOLVES = 12  # at most so many corrections
 # Of the budget left free: what the planner's prediction of a step may be off by.

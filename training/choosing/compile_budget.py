@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from model.modes import Mode
-from training.calibration import Layer, Shape
+from training.choosing.calibration import Layer, Shape
 from training.memory import Meter
 
 SHARES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 1.0)

@@ -21,7 +21,7 @@ PCIE4_X16, PCIE5_X16 = 25 * GB, 50 * GB  # bytes/s each way that copies reach of
 
 @dataclass(frozen=True)
 class GPU:
-    """One accelerator. Speeds are peaks; what kernels reach of them is in training/roofline.py."""
+    """One accelerator. Speeds are peaks; what kernels reach of them is in training/planning/roofline.py."""
 
     name: str
     title: str  # as torch.cuda.get_device_name contains it

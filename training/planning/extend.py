@@ -17,9 +17,9 @@ import numpy as np
 
 from model.modes import Mode
 from model.recompute import make_groups
-from training.kinds import KINDS
-from training.trace import LAYER_MARKS, Interval, Job, Trace, trace
-from training.work import Work
+from training.metering.kinds import KINDS
+from training.planning.trace import LAYER_MARKS, Interval, Job, Trace, trace
+from training.planning.work import Work
 
 Segment = tuple[str, int | None]  # kind of layer mark, layer
 PLAIN_REPEATS, OFFLOAD_REPEATS = 2, 5  # groups of a run that are traced: with offload, two at each end and a middle one

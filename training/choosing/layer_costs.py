@@ -1,6 +1,6 @@
 """What a layer's choices cost in bytes, and what a whole list of modes peaks at, read off the planner's traces.
 
-`auto` assigns modes to layers by the bytes that a layer keeps and the peak while it runs (training/assignment.py).
+`auto` assigns modes to layers by the bytes that a layer keeps and the peak while it runs (assignment.py).
 Both come from short traces in which every layer has the same mode: its middle layers are what the mode costs.
 """
 
@@ -13,11 +13,11 @@ from functools import lru_cache
 import numpy as np
 
 from model.modes import Mode
-from training import cuda_layout, engine_memory
-from training.engine_memory import Walked
-from training.extend import Step, extend, shorten
+from training.planning import cuda_layout, engine_memory
+from training.planning.engine_memory import Walked
+from training.planning.extend import Step, extend, shorten
+from training.planning.trace import Job, Trace, trace
 from training.recipe import Recipe
-from training.trace import Job, Trace, trace
 
 TOKEN_BYTES = 16  # of a token and its target, int64
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 from model.gpt import GPTConfig, flops_per_token
 from model.modes import RECOMPUTABLE, Mode, parse
 from model.tiling import Tiles
-from training.assignment import Choice, Limits
-from training.calibration import Times
+from training.choosing.assignment import Choice, Limits
+from training.choosing.calibration import Times
+from training.choosing.layer_costs import Tracer
 from training.flops import recomputed_flops_per_token
-from training.layer_costs import Tracer
 
 # Recomputing takes at least this share of the time that its FLOPs have in forward, and each list member this part.
 LEAST_SPEED, LEAST_EXTRA = 0.7, 0.002

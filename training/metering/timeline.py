@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 
-from training.places import Places
+from training.metering.places import Places
 
 
 class Timeline:

@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 
 from training.hardware import measured_matmul_flops
-from training.work import Work
+from training.planning.work import Work
 
 # What kernels reach of the peak. gemm: cuBLAS on large bf16 shapes. attention: FlashAttention-2, Dao 2023
 # (arXiv:2307.08691), figures 4 to 6: up to 73% of an A100's peak forward and 63% backward, and about half of that

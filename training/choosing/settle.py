@@ -15,12 +15,13 @@ import torch
 
 from model import tiling
 from model.gpt import GPTConfig
-from training import auto, build, calibration, compile_budget, hardware, layer_plan, run
-from training.assignment import DoesNotFit
-from training.calibration import Shape
-from training.engine_memory import gathers
-from training.layer_plan import Plan
+from training import build, hardware, run
+from training.choosing import auto, calibration, compile_budget, layer_plan
+from training.choosing.assignment import DoesNotFit
+from training.choosing.calibration import Shape
+from training.choosing.layer_plan import Plan
 from training.memory import Meter
+from training.planning.engine_memory import gathers
 from training.recipe import Recipe, RecipeError
 from training.values import Plan as PlanFile
 from training.world import World

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from training.engine_memory import Walked
-from training.extend import Step
-from training.kinds import ACTIVATIONS, GRADIENTS, KINDS, LOSS, OPTIMIZER, OTHER, PARAMETERS, TEMPORARY
+from training.metering.kinds import ACTIVATIONS, GRADIENTS, KINDS, LOSS, OPTIMIZER, OTHER, PARAMETERS, TEMPORARY
+from training.planning.engine_memory import Walked
+from training.planning.extend import Step
 
 MEMORY_ERROR = {"cpu": 0.01, "cuda": 0.05}  # relative error band of a peak; on CUDA not yet measured
 

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import host
-from training.kinds import IGNORED, KINDS, LOSS, OTHER, TEMPORARY
-from training.places import Places
+from training.metering.kinds import IGNORED, KINDS, LOSS, OTHER, TEMPORARY
+from training.metering.places import Places
 
 Origin = tuple[Any, weakref.ref | None, str]  # operation, module or parameter, phase
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from training.storages import Storages
+from training.metering.storages import Storages
 
 aten = torch.ops.aten
 

@@ -1,7 +1,7 @@
 """What an engine holds besides the activations: weights, gradients, optimizer state, buffers, event by event.
 
-An engine here is a bookkeeper that walks through the marks of a step (training/trace.py) and does with numbers what
-the real engine does with tensors. It does not depend on the sequence length, so one walk serves every length.
+An engine here is a bookkeeper that walks through the marks of a step (trace.py) and does with numbers what the real
+engine does with tensors. It does not depend on the sequence length, so one walk serves every length.
 The DeepSpeed engines follow deepspeed 0.19.8, runtime/zero/stage_1_and_2.py, stage3.py and fp16/unfused_optimizer.py.
 """
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from model.gpt import GPT, GPTConfig
 from training.engine_deepspeed import merged_config
-from training.kinds import GRADIENTS, KINDS, OPTIMIZER, OTHER, PARAMETERS, TEMPORARY
+from training.metering.kinds import GRADIENTS, KINDS, OPTIMIZER, OTHER, PARAMETERS, TEMPORARY
 from training.recipe import Recipe
 
 Mark = tuple[str, object]
@@ -98,7 +98,7 @@ class EngineMemory:
         raise NotImplementedError
 
     def at(self, mark: Mark) -> None:
-        """Something happens in the model: see training/trace.py for the marks."""
+        """Something happens in the model: see training/planning/trace.py for the marks."""
 
     def end_pass(self) -> None:
         """Backward of one micro-batch is over."""
@@ -196,16 +196,16 @@ def make_engine_memory(
     """The bookkeeper of the engine that the recipe names. Raises RecipeError for a configuration it rejects."""
     if recipe.engine.name == "torch":
         if world_size > 1:
-            from training.sharded_memory import FSDPMemory
+            from training.planning.sharded_memory import FSDPMemory
 
             return FSDPMemory(recipe, parameters, world_size, cuda)
         return TorchMemory(recipe, parameters, world_size, cuda)
-    from training import zero_memory
+    from training.planning import zero_memory
 
     config = merged_config(recipe, world_size, sum(p.numel for p in parameters))
     stage = config["zero_optimization"].get("stage", 0)
     if stage == 3:
-        from training.zero3_memory import Zero3Memory
+        from training.planning.zero3_memory import Zero3Memory
 
         return Zero3Memory(recipe, parameters, world_size, cuda, config)
     kinds = {0: zero_memory.Zero0Memory, 1: zero_memory.Zero1Memory, 2: zero_memory.Zero2Memory}

@@ -3,8 +3,8 @@
     plans = plan(load("llama-8b"), device("h100-80gb"))
     predict(recipe, device(...)).peak_device_bytes
 
-The activations come from a trace of the model code on fake tensors (training/trace.py, training/extend.py), what the
-engine holds from its bookkeeper (training/engine_memory.py), the time from a roofline (training/roofline.py).
+The activations come from a trace of the model code on fake tensors (trace.py, extend.py), what the engine holds from
+its bookkeeper (engine_memory.py), the time from a roofline (roofline.py).
 """
 
 from __future__ import annotations
@@ -23,18 +23,27 @@ from model import tiling
 from model.gpt import GPTConfig, flops_per_token
 from model.modes import NAMED, Mode, parse_layers
 from model.recompute import effective
-from training import cuda_layout
 from training.build import DTYPES
-from training.engine_memory import Walked, gathers, make_engine_memory, parameters_of, walk
-from training.extend import Step, step
-from training.kinds import OTHER
-from training.longest import Found, longest_multiple
-from training.prediction import MEMORY_ERROR, Prediction, by_name, peak_of
+from training.metering.kinds import OTHER
+from training.planning import cuda_layout
+from training.planning.engine_memory import Walked, gathers, make_engine_memory, parameters_of, walk
+from training.planning.extend import Step, step
+from training.planning.longest import Found, longest_multiple
+from training.planning.prediction import MEMORY_ERROR, Prediction, by_name, peak_of
+from training.planning.roofline import (
+    CPU_ERROR,
+    EFFICIENCY,
+    GPU_ERROR,
+    HOPPER,
+    HOPPER_ATTENTION,
+    Speed,
+    cpu_speed,
+    step_time,
+)
+from training.planning.target import Device, device, gpu
+from training.planning.trace import Job
+from training.planning.work import Work
 from training.recipe import Recipe
-from training.roofline import CPU_ERROR, EFFICIENCY, GPU_ERROR, HOPPER, HOPPER_ATTENTION, Speed, cpu_speed, step_time
-from training.target import Device, device, gpu
-from training.trace import Job
-from training.work import Work
 
 __all__ = ["Device", "ModePlan", "Planner", "Prediction", "advice", "device", "gpu", "plan", "plan_mode", "predict"]
 

@@ -2,10 +2,10 @@
 
 A trace is cut into intervals at the places where something outside the model may change memory (a gradient is
 complete, a module's parameters are needed) and where a layer begins. Everything is relative to the start of the
-step: parameters, optimizer and whatever an engine adds are not in it (training/engine_memory.py).
+step: parameters, optimizer and whatever an engine adds are not in it (training/planning/engine_memory.py).
 
 The tensors are on the meta device: sizes and strides of the CPU's kernels at any length, five times as fast as fake
-tensors. Where a CUDA kernel keeps or takes other bytes, training/cuda_layout.py says so.
+tensors. Where a CUDA kernel keeps or takes other bytes, training/planning/cuda_layout.py says so.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from model import host, recompute, tiling
 from model.gpt import GPT, GPTConfig
 from model.modes import Mode
 from model.replay import is_recomputing
-from training import cuda_layout, fakes
-from training.kinds import ACTIVATIONS, GRADIENTS, LOSS, OTHER, TEMPORARY
-from training.places import Places, graph_task
-from training.storages import Storages
-from training.work import Work, work_of
+from training.metering.kinds import ACTIVATIONS, GRADIENTS, LOSS, OTHER, TEMPORARY
+from training.metering.places import Places, graph_task
+from training.metering.storages import Storages
+from training.planning import cuda_layout, fakes
+from training.planning.work import Work, work_of
 
 Mark = tuple[str, Any]  # what begins an interval: a kind, and the layer, module or parameter it is about
 IN_PLACE = {torch.ops.aten.addmm_.default, torch.ops.aten.add_.Tensor, torch.ops.aten.copy_.default}

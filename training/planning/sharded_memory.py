@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from training.engine_memory import STEP_BYTES, EngineMemory, Mark
-from training.kinds import GRADIENTS, OPTIMIZER, PARAMETERS
+from training.metering.kinds import GRADIENTS, OPTIMIZER, PARAMETERS
+from training.planning.engine_memory import STEP_BYTES, EngineMemory, Mark
 
 
 class FSDPMemory(EngineMemory):
