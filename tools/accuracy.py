@@ -44,8 +44,8 @@ STYLES = {
 LENGTHS = (96, 384)
 NUMBERS = ("peak_device_bytes", "after_forward_device_bytes", "peak_host_bytes")
 ENGINES = ("zero0", "zero1", "zero2", "zero2-offload", "zero3", "zero3-offload")
-# ALST (arXiv 2506.13996): Llama-3.1-8B on one H100 of 80 GB, "500K" tokens: everything recomputed, layer inputs,
-# weights and optimizer in host memory, loss and MLP in tiles; attention is not cut into groups of heads.
+# ALST (arXiv 2506.13996): Llama-3.1-8B on one H100 of 80 GB, "500K" tokens: everything recomputed, layer inputs and
+# optimizer in host memory, loss and MLP in tiles; attention is not cut into groups of heads.
 ALST_TOKENS = 500_000
 ALST = (
     *("tiles.attention_head_groups=null", "global_batch_size=1", "recompute=full+offload"),
@@ -166,7 +166,7 @@ def page() -> Iterator[str]:
     for mode, published in KORTHIKANTI.items():
         yield f"| `{mode}` | {published:g} | {korthikanti(mode):g} |"
     yield ALST_HEAD
-    for config, where in (("zero3-offload-params", "in host memory, as theirs"), ("zero3-offload", "on the GPU")):
+    for config, where in (("zero3-offload", "on the GPU"), ("zero3-offload-params", "in host memory")):
         longest = alst(config)
         ratio = longest.longest_context / ALST_TOKENS - 1
         peak, host = longest.step.reserved_bytes / 2**30, longest.step.peak_host_bytes / 2**30
@@ -215,6 +215,10 @@ and optimizer in host memory, loss and MLP in tiles. The same ingredients here, 
 | weights | planned longest | against 500K | GPU GiB | host GiB | limited by |
 |---|---:|---:|---:|---:|---|"""
 WRONG = """
+The plan is above the published number by more than the 10 % that were hoped for, and what that says is not settled: 500K
+is a round number (at steps of 100K the plan for weights on the GPU would be 600K), ALST reports about 28h bytes alive
+per token where this model, with fused norms and rotation, has 26h, and where ALST kept the weights is not known here.
+
 ## Where it is wrong, or may be
 
 - **No GPU was at hand.** Nothing on this page was measured on CUDA. Its context, library workspaces, allocator

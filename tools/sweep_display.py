@@ -60,7 +60,7 @@ class Display:
     def end(self, question: Question, record: dict[str, Any]) -> None:
         self.seen(question, record)
         if self.live is None:
-            peak = size(record["peak_device_bytes"])
+            peak = size(record["peak_device_bytes"] or None)
             speed = f", {count(record['tokens_per_s'])} tokens/s" if question.purpose == "timing" else ""
             print(f" {record['status']}, peak {peak}{speed}, {record['wall_s']:.1f} s", flush=True)
 

@@ -20,7 +20,7 @@ from model.modes import Mode, parse
 from training.build import DTYPES
 from training.choosing.assignment import Choice, DoesNotFit, assign, evaluate
 from training.choosing.calibration import Shape, Times
-from training.choosing.candidates import Candidates, modes
+from training.choosing.candidates import Candidates, leanest, modes
 from training.choosing.layer_costs import Tracer
 from training.choosing.layer_plan import Fixed, Layer, Made, Plan, tiles_of
 from training.planning import engine_memory
@@ -30,6 +30,7 @@ from training.recipe import Recipe
 SOLVES = 12  # at most so many corrections
 # Of the budget left free: what the planner's prediction of a step may be off by.
 MARGIN = {"cpu": 0.01, "cuda": 0.03}
+NEAR = 0.05  # of the budget: a list of modes may need that much less than the leanest mode for all layers
 GIB = 2**30
 
 
@@ -93,12 +94,17 @@ def find(recipe: Recipe, config: GPTConfig, place: Place, correction_bytes: int 
     spent = {"calibration": 0.0, "traces": 0.0, "choice": 0.0}
     for tiles in tile_variants(recipe, config):
         shape = Shape(config, tiles, DTYPES[recipe.precision], recipe.micro_batch_size, recipe.seq_length)
+        tracer = Tracer(recipe, _job(recipe, shape, place), place.world_size)
+        with _clock(spent, "traces"):
+            least = min(tracer.uniform(mode, config.num_layers).needed_bytes for mode in leanest(config.num_layers))
+        if least > room * (1 + NEAR):  # not worth the seconds that timing these tiles takes
+            problem = DoesNotFit(f"the leanest mode needs {least:,} bytes of {room:,}")
+            continue
         with _clock(spent, "calibration"):
             plain = place.times(shape, [Mode()])
             if best and config.num_layers * sum(plain.layers["none"]) + plain.head_s >= best.micro_batch_s:
                 continue  # not even with everything kept would it be faster
             times = place.times(shape, modes(config, tiles))
-        tracer = Tracer(recipe, _job(recipe, shape, place), place.world_size)
         with _clock(spent, "traces"):
             candidates = Candidates(tracer, times, place.host_bytes)
         traced_s = tracer.seconds

@@ -37,6 +37,12 @@ def groups(num_layers: int) -> list[int]:
     return sorted({2, 3, root} & set(range(2, num_layers)))
 
 
+def leanest(num_layers: int) -> list[Mode]:
+    """Modes among which is the one that keeps least, whatever the shape."""
+    full = [Mode("full"), *(Mode("full", group=n) for n in groups(num_layers))]
+    return [*full, *(replace(mode, offload="async") for mode in full)]
+
+
 class Candidates:
     """Choices under certain tiles; those that another one beats in everything are left out."""
 
