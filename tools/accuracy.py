@@ -215,9 +215,10 @@ and optimizer in host memory, loss and MLP in tiles. The same ingredients here, 
 | weights | planned longest | against 500K | GPU GiB | host GiB | limited by |
 |---|---:|---:|---:|---:|---|"""
 WRONG = """
-The plan is above the published number by more than the 10 % that were hoped for, and what that says is not settled: 500K
-is a round number (at steps of 100K the plan for weights on the GPU would be 600K), ALST reports about 28h bytes alive
-per token where this model, with fused norms and rotation, has 26h, and where ALST kept the weights is not known here.
+The plan is above the published number by more than the 10 % that were hoped for, and what that says is not settled:
+500K is a round number (at steps of 100K the plan for weights on the GPU would be 600K), ALST reports about 28h bytes
+alive per token where this model, with fused norms and rotation, has 26h, and where ALST kept the weights is not known
+here.
 
 ## Where it is wrong, or may be
 

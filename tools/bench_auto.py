@@ -84,8 +84,8 @@ class Bench:
         """Puts modes and tiles on the model."""
 
         def on() -> None:
-            self.model.__dict__.pop("run_layers", None)
             recompute.apply(self.model, "none")
+            self.model.__dict__.pop("run_layers", None)  # a rival's
             tiling.apply(self.model, **tiles)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

@@ -218,6 +218,7 @@ def draw(plan: Plan, path: Path) -> None:
     ):
         left.bar(x, values, 0.9, bottom, color=colour, edgecolor="black", hatch=hatch, linewidth=0.6, label=name)
         bottom = [b + v for b, v in zip(bottom, values)]
+    left.xaxis.get_major_locator().set_params(integer=True)
     left.set(xlabel="layer", ylabel="activations of a layer [MiB]", ylim=(0, 1.25 * max(bottom)))
     left.set_title(
         f"{plan.made_for.recipe}, {plan.made_for.seq_length:,} tokens: peak {size(plan.peak_device_bytes)} "
