@@ -51,7 +51,7 @@ def test_nothing_is_worse_than_itself(tmp_path: Path, before: dict[str, Any], ca
         (lambda f: slower(f, "full", 0.2), [], "full runs at 80% of its speed at 4,928"),
         (lambda f: slower(f, "full", 0.2), ["--tolerance", "0.15"], "80%"),
         (lambda f: shorter(f, "none", 896, 960), [], "none reaches 896, not 960"),
-        (lambda f: f["modes"].pop("none"), [], "none is not there any more"),
+        (lambda f: f["modes"].pop("none"), [], "none is not in B"),
         (lambda f: f["modes"]["none"].update(status="failed", error="boom"), [], "none was stopped, failed: boom"),
     ],
 )
@@ -80,6 +80,23 @@ def test_what_did_not_fall_by_more_than_the_tolerance_passes(tmp_path, before, c
     assert compared(tmp_path, before, after, *words) == 0
 
 
+def test_a_mode_is_the_same_under_the_same_attention_however_it_is_named(tmp_path, before, capsys) -> None:
+    two = copy.deepcopy(before)
+    two["modes"] = {f"unfused/{name}": mode for name, mode in before["modes"].items()}
+    two["modes"] |= {f"sdpa/{name}": {**mode, "attention": "sdpa"} for name, mode in before["modes"].items()}
+    assert before["modes"]["none"]["attention"] == "unfused"
+    assert compared(tmp_path, before, two) == 0
+    assert "only in B" in capsys.readouterr().out
+    (tmp_path / "b" / "recipe.yaml").write_text(recipe().to_yaml())
+    assert compared(tmp_path, two, before) == 0  # B's recipe does not ask for sdpa
+    said = capsys.readouterr().out
+    assert "not in B" in said
+    assert "worse by more" in said  # nothing is
+    (tmp_path / "b" / "recipe.yaml").write_text(recipe("sweep.attention=[unfused, sdpa]").to_yaml())
+    assert compared(tmp_path, two, before) == FAILED
+    assert "sdpa/none is not in B" in capsys.readouterr().out
+
+
 def test_what_is_not_the_same_is_said(tmp_path: Path, before: dict[str, Any], capsys) -> None:
     assert compared(tmp_path, before, {**before, "device": "another", "budget_bytes": 2**30}) == 0
     said = capsys.readouterr().out
@@ -90,5 +107,8 @@ def test_what_is_not_the_same_is_said(tmp_path: Path, before: dict[str, Any], ca
 def test_what_cannot_be_compared_is_an_error(tmp_path: Path, before: dict[str, Any], capsys) -> None:
     assert compared(tmp_path, before, {**before, "axis": "micro_batch_size"}) == USAGE
     assert "cannot be compared" in capsys.readouterr().err
+    other = {name: {**mode, "attention": "sdpa"} for name, mode in before["modes"].items()}
+    assert compared(tmp_path, before, {**before, "modes": other}) == USAGE
+    assert "no mode under the same attention in common" in capsys.readouterr().err
     assert compare.main([str(tmp_path / "a"), str(tmp_path / "nothing")]) == USAGE
     assert "no finished sweep" in capsys.readouterr().err

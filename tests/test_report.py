@@ -53,16 +53,19 @@ def test_the_report_has_table_pictures_recipe_environment_and_what_failed(folder
     assert re.search(r"\| `full` \| sdpa \| 4,992 \| oom \|", text)  # rows that did not complete stay in
     assert '| `device` | `"a test"` |' in text
     assert "```yaml\nname: quickstart\n" in text
-    assert "| `sdpa/full` | `sdpa/none` | x5.13 | longer |" in text  # the order that theory tells, by how much
+    assert "| `sdpa/full` | `sdpa/full+attention` | x1.51 | longer |" in text  # the expected order, by how much
+    assert "Shown: `unfused/none`, `unfused/full`, `unfused/full+attention`; of the modes followed" in text
 
 
 def test_a_table_in_the_terminal_and_errors_for_people(folder: Path, tmp_path: Path, capsys) -> None:
     assert report.main([str(folder)]) == 0
     said = capsys.readouterr().out
-    for words in ("sdpa/full+attention", "3,264", "x1.05", "exit code 1: failed: an error", "A context of up to"):
+    for words in ("sdpa/full+attention", "3,264", "x1.05", "exit code 1: failed: an error", "For up to 960 tokens use"):
         assert words in said
     assert report.main([str(tmp_path)]) == USAGE
-    assert "no finished sweep" in capsys.readouterr().err
+    assert "no finished sweep here; make one with `make sweep RECIPE=NAME`" in capsys.readouterr().err
+    assert report.main([str(tmp_path / "quickstart")]) == USAGE
+    assert "make one with `make sweep RECIPE=quickstart`" in capsys.readouterr().err
     (tmp_path / "trials.jsonl").touch()
     assert report.main([str(tmp_path)]) == USAGE
     assert "run it again, it goes on" in capsys.readouterr().err
@@ -108,15 +111,28 @@ def test_for_a_wanted_context_the_fastest_mode_that_fits(found: dict[str, Any]) 
     chosen = [(c.mode, c.begin, c.end) for c in recommend.choices(found)]
     assert chosen == [("unfused/none", 1, 960), ("unfused/full+attention", 961, 3264), ("unfused/full", 3265, 4928)]
     lines = list(recommend.lines(found))
-    assert lines[0].startswith(
-        "A context of up to 960 tokens: `unfused/none`, 1,000 tokens/s at 960. Of what fits, nothing"
-    )
-    assert lines[1].startswith(
-        "A context of 961 to 3,264 tokens: `unfused/full+attention`, 952 tokens/s at 3,264. `unfused/none` ends at 960"
-    )
-    assert "its step takes x1.05 of `none`'s at 960" in lines[1]
-    assert lines[3] == "At least 1,000 tokens/s: up to 960 tokens with `unfused/none`, at a peak of 95 KiB."
-    assert lines[4].startswith("At least 952 tokens/s: up to 3,264 tokens with `unfused/full+attention`")
+    assert lines[:2] == [
+        "For up to 960 tokens use `unfused/none`: 1,000 tokens/s at 960, among the fastest there; about the same:"
+        " `sdpa/none`.",
+        "For 961 to 3,264 tokens use `unfused/full+attention`: 952 tokens/s at 3,264, among the fastest there; about"
+        " the same: `sdpa/full+attention`; a step takes x1.05 the time of `none` at 960.",
+    ]
+    assert lines[3] == "If you need at least 1,000 tokens/s: up to 960 tokens with `unfused/none` (peak 95 KiB)."
+    assert lines[4].startswith("If you need at least 952 tokens/s: up to 3,264 tokens with `unfused/full+attention`")
+
+
+def test_the_reason_says_whether_there_was_a_choice(found: dict[str, Any]) -> None:
+    one = {**found, "modes": {name: mode for name, mode in found["modes"].items() if mode["attention"] == "sdpa"}}
+    first, second, third, *_ = recommend.lines(one)
+    assert first == "For up to 960 tokens use `sdpa/none`: 1,000 tokens/s at 960, the fastest mode that fits there."
+    assert "the fastest mode that fits there; a step takes" in second
+    assert "the only mode that reaches 4,928" in third
+    fewer = json.loads(json.dumps(one))
+    timings = fewer["modes"]["sdpa/full"]["timings"]
+    fewer["modes"]["sdpa/full"]["timings"] = [t for t in timings if not 960 < t["seq_length"] <= 3264]
+    assert "952 tokens/s at 3,264, the fastest at 960 of the modes that fit;" in list(recommend.lines(fewer))[1]
+    fewer["modes"]["sdpa/full"]["timings"] = [t for t in timings if t["seq_length"] == 4928]
+    assert "Other lengths: not enough timings at a common length to compare; run the" in list(recommend.lines(fewer))[1]
 
 
 def test_modes_that_are_about_as_fast_are_named_and_the_simplest_is_taken(found: dict[str, Any]) -> None:
@@ -138,16 +154,31 @@ def test_nothing_is_recommended_from_the_speeds_of_a_busy_machine(found: dict[st
     for noisy in (faster, unsteady):
         first, second = recommend.lines(noisy)
         assert "too busy to compare speeds" in first
-        assert second.startswith("By reach alone: `unfused/full` 4,928, `sdpa/full` 4,928")
+        assert second.startswith("From the longest to the shortest: `unfused/full` 4,928, `sdpa/full` 4,928")
         assert "tokens/s" not in first + second
 
 
-def test_theory_orders_only_what_it_can(found: dict[str, Any]) -> None:
+def test_the_expected_order_is_told_of_neighbours_that_were_measured(found: dict[str, Any]) -> None:
+    chain = {("none", "full+attention"), ("full+attention", "full")}  # selective failed
     pairs = {(a, b) for a, b, _ in recommend.order(found)}
+    assert pairs == {(f"{attention}/{a}", f"{attention}/{b}") for attention in ("sdpa", "unfused") for a, b in chain}
+    whole = json.loads(json.dumps(found))
+    for mode in whole["modes"].values():
+        mode["status"], mode["longest_context"] = "completed", mode["longest_context"] or 1600
+    pairs = {(a, b) for a, b, _ in recommend.order(whole)}
+    assert ("sdpa/none", "sdpa/selective") in pairs
     assert ("sdpa/selective", "sdpa/full+attention") in pairs
+    assert ("sdpa/none", "sdpa/full+attention") not in pairs  # selective stands between
     assert ("unfused/selective", "unfused/full+attention") not in pairs  # its scores are kept
-    assert ("unfused/none", "sdpa/full") not in pairs
-    assert all((b, a) not in pairs for a, b in pairs)
+    assert ("unfused/none", "unfused/full+attention") in pairs
+
+
+def test_a_timeline_names_every_micro_batch() -> None:
+    one = ["", "forward", "loss", "forward", "backward", ""]
+    assert figures.phases([*one, "optimizer"]) == [(1, "forward"), (4, "backward"), (6, "optimizer")]
+    assert [name for _, name in figures.phases([*one, *one, "optimizer"])] == [
+        *("forward 1", "backward 1", "forward 2", "backward 2", "optimizer"),
+    ]
 
 
 def test_publishing_makes_a_dated_folder_and_a_decision_once(folder: Path, tmp_path: Path) -> None:
@@ -158,7 +189,7 @@ def test_publishing_makes_a_dated_folder_and_a_decision_once(folder: Path, tmp_p
     assert names == {*publish.RECORDS, *(f"{name}.png" for name in report.PICTURES)}
     text = (tmp_path / "DECISIONS.md").read_text()
     assert text.count("## 2026-01-02: quickstart within") == 1
-    for words in ("A context of up to 960 tokens", "Evidence: [2026-01-02-quickstart-cpu]", "What would change it:"):
+    for words in ("For up to 960 tokens use", "Evidence: [2026-01-02-quickstart-cpu]", "What would change it:"):
         assert words in text
     (tmp_path / "DECISIONS.md").write_text(text + "\n## 2026-01-03: by hand\n\nKept.\n")
     publish.publish(folder, tmp_path)

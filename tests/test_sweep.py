@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tools import summary, trials
+from tools.measure import REPORT_S
 from tools.timing import Timing, affordable, by_importance
 from tools.trials import Variant
 
@@ -123,6 +124,24 @@ def test_the_largest_batch_is_found_with_the_same_code(tmp_path: Path, fake: Fak
 def test_both_attentions_have_modes_of_their_own(tmp_path: Path, fake: FakeTrials) -> None:
     _, found = run(tmp_path, "sweep.attention=[unfused, sdpa]", "sweep.minutes=1e-9")
     assert list(found["modes"]) == ["unfused/none", "unfused/full", "sdpa/none", "sdpa/full"]
+
+
+def test_the_time_left_counts_what_is_still_to_come(tmp_path: Path, fake: FakeTrials) -> None:
+    running = sweep(tmp_path, recipe("sweep.minutes=1e-9"), lambda v: longest(v.mode, 64))
+    assert running.left_s() is None  # nothing is known yet
+    none, full = running.found
+    running.search(none)
+    assert running.left_s() == REPORT_S + 2.0  # two trials of a second to find the other; no time for more
+    running.search(full)
+    assert running.left_s() == REPORT_S  # both were timed while they were searched
+    unlimited = sweep(tmp_path, recipe(), lambda v: longest(v.mode, 64))
+    for variant in unlimited.found:
+        unlimited.search(variant)
+    left_s = unlimited.left_s()
+    assert left_s is not None
+    assert left_s > REPORT_S + 5 * 4.096 * 1.33  # `full` at 4,096 is the longest of what is still to be timed
+    unlimited.time_all()
+    assert unlimited.left_s() == REPORT_S
 
 
 # -- resuming ----------------------------------------------------------------------------------------------------

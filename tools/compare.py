@@ -1,8 +1,9 @@
 """What changed between two sweeps, and whether it got worse: `make compare A=sweeps/x B=sweeps/y`.
 
-Ends with 1 when B is worse than A by more than a tolerance: a mode that is gone or no longer measured, a longest size
-that fell, a speed that fell at the largest size both timed. A longest size fell only if B tried no more than A's and
-found it too much; so a coarser granularity alone is no regression.
+Ends with 1 when B is worse than A by more than a tolerance: a mode that was stopped, or that B's recipe asks for and B
+has not; a longest size that fell, a speed that fell at the largest size both timed. A mode that B was not asked for is
+no regression. A longest size fell only if B tried no more than A's and found it too much; so a coarser granularity
+alone is no regression.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools import summary
 from tools.recommend import longest_of
-from tools.words import count, size
+from tools.trials import Variant
+from tools.words import count, label, size
 from training.run import FAILED, USAGE
 
 SAME = ("recipe", "budget_bytes", "host_budget_bytes", "device", "world_size", "micro_batch_size", "torch", "deepspeed")
@@ -28,7 +32,8 @@ SAME = ("recipe", "budget_bytes", "host_budget_bytes", "device", "world_size", "
 class Change:
     """One mode in both sweeps. worse: what fell by more than the tolerance, for people; empty when nothing did."""
 
-    mode: str
+    name: str
+    only_in: str  # "A" or "B"; empty when both have it
     longest: tuple[int | None, int | None]
     at: int | None  # the largest size that both timed
     tokens_per_s: tuple[float | None, float | None]
@@ -36,14 +41,22 @@ class Change:
     worse: tuple[str, ...]
 
 
-def changes(a: dict[str, Any], b: dict[str, Any], speed: float, length: float) -> Iterator[Change]:
-    """Every mode of `a`, then those only in `b`. speed, length: shares that may be lost without being worse."""
-    for name in [*a["modes"], *(n for n in b["modes"] if n not in a["modes"])]:
-        old, new = a["modes"].get(name), b["modes"].get(name)
-        longest = (longest_of(a, name) if old else None, longest_of(b, name) if new else None)
+def changes(
+    a: dict[str, Any], b: dict[str, Any], asked: set[Variant] | None, speed: float, length: float
+) -> Iterator[Change]:
+    """Every mode of `a`, then those only in `b`; the same one is of the same attention, however a sweep names it.
+
+    asked: what `b` was to measure; None: all that `a` did. speed, length: shares that may be lost without being worse.
+    """
+    names_a, names_b = _names(a), _names(b)
+    variants = list(dict.fromkeys([*names_a, *names_b]))
+    for variant in variants:
+        name_a, name_b = names_a.get(variant), names_b.get(variant)
+        old, new = (s["modes"][n] if n else None for s, n in ((a, name_a), (b, name_b)))
+        longest = (longest_of(a, name_a) if name_a else None, longest_of(b, name_b) if name_b else None)
         worse = []
-        if old and not new:
-            worse.append("is not there any more")
+        if old and not new and (asked is None or variant in asked):
+            worse.append("is not in B")
         if old and new and old["status"] == "completed" != new["status"]:
             worse.append(f"was stopped, {new['status']}: {new['error']}")
         elif old and new and _fell(longest[0] or 0, longest[1] or 0, new["next_tried"], length):
@@ -53,7 +66,22 @@ def changes(a: dict[str, Any], b: dict[str, Any], speed: float, length: float) -
         if speeds[0] and speeds[1] and speeds[1] < speeds[0] * (1 - speed):
             worse.append(f"runs at {speeds[1] / speeds[0]:.0%} of its speed at {count(at)}")
         peaks = before.get("peak_device_bytes"), after.get("peak_device_bytes")
-        yield Change(name, longest, at, speeds, peaks, tuple(worse))
+        name = label(variant, len({v.attention for v in variants}))
+        yield Change(name, "" if old and new else "A" if old else "B", longest, at, speeds, peaks, tuple(worse))
+
+
+def _names(found: dict[str, Any]) -> dict[Variant, str]:
+    return {Variant(mode["attention"], mode["mode"]): name for name, mode in found["modes"].items()}
+
+
+def asked_for(folder: Path) -> set[Variant] | None:
+    """What the recipe of the sweep in `folder` asks for; None when there is no telling."""
+    try:  # not loaded as a recipe: one of an older version may have settings that are unknown today
+        recipe = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
+        attentions = recipe["sweep"]["attention"] or [recipe["model"]["attention"]]
+        return {Variant(attention, mode) for attention in attentions for mode in recipe["sweep"]["modes"]}
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        return None
 
 
 def _fell(old: int, new: int, too_much: int | None, tolerance: float) -> bool:
@@ -81,10 +109,11 @@ def show(found: list[Change], axis: str) -> None:
     what = "longest context" if axis == "seq_length" else "largest micro-batch"
     table = Table("mode", what, "change", "speed at", "tokens/s", "change", "peak", "change", "")
     for change in found:
-        verdict = "worse" if change.worse else ""
+        absent = {"A": "not in B", "B": "only in B", "": ""}[change.only_in]
+        verdict = ": ".join(filter(None, [absent, "worse" if change.worse else ""]))
         cells = _pair(change.longest, count), [count(change.at)], _pair(change.tokens_per_s, count)
         table.add_row(
-            change.mode, *(c for part in cells for c in part), *_pair(change.peak_device_bytes, size), verdict
+            change.name, *(c for part in cells for c in part), *_pair(change.peak_device_bytes, size), verdict
         )
     Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
 
@@ -107,14 +136,16 @@ def main(arguments: list[str] | None = None) -> int:
         a, b = summary.read(given.a), summary.read(given.b)
         if a["axis"] != b["axis"]:
             raise ValueError(f"{given.a} swept {a['axis']} and {given.b} {b['axis']}: these cannot be compared")
+        if not _names(a).keys() & _names(b).keys():
+            raise ValueError(f"{given.a} and {given.b} have no mode under the same attention in common to be compared")
     except ValueError as error:
         print(error, file=sys.stderr)
         return USAGE
     for line in differences(a, b):
         print(f"not the same: {line}")
-    found = list(changes(a, b, given.tolerance, given.length_tolerance))
+    found = list(changes(a, b, asked_for(given.b), given.tolerance, given.length_tolerance))
     show(found, a["axis"])
-    worse = [f"{change.mode} {what}" for change in found for what in change.worse]
+    worse = [f"{change.name} {what}" for change in found for what in change.worse]
     print("\n".join(worse) or f"nothing is worse by more than {given.tolerance:.0%} in speed, or shorter")
     return FAILED if worse else 0
 

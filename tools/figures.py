@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 from tools.recommend import longest_of
-from tools.words import GIB, MIB, count, size
+from tools.words import GIB, MIB, count, size, within
 
 # Okabe and Ito's colours, which differ in lightness and for the colour-blind; one look per mode, by its place.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")
@@ -24,7 +24,7 @@ LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (8, 2))
 HATCHES = ("", "///", "...", "xxx", "\\\\\\", "ooo", "+++", "---")
 KINDS = ("parameters", "optimizer", "gradients", "activations", "loss", "temporary", "other")
 AXIS_NAMES = {"seq_length": "context, tokens per sample", "micro_batch_size": "micro-batch, samples"}
-PHASES = ("forward", "loss", "backward", "optimizer")
+PHASES = ("forward", "backward", "optimizer")
 TIMELINE_MODES = ("none", "selective", "full", "full+attention", "full+offload")  # the first three that are there
 STYLE: Any = {
     "figure.dpi": 130,
@@ -75,8 +75,7 @@ def _modes(summary: dict[str, Any]) -> list[str]:
 
 
 def _where(summary: dict[str, Any]) -> str:
-    budget = f"within {size(summary['budget_bytes'])}" if summary["budget_bytes"] else "within all memory"
-    return f"{summary['recipe']}, {budget} on {summary['device']}"
+    return f"{summary['recipe']}, {within(summary['budget_bytes'])} on {summary['device']}"
 
 
 def _longest(summary: dict[str, Any]) -> Figure:
@@ -134,25 +133,29 @@ def _curves(summary: dict[str, Any], what: str, name: str) -> Figure:
             x, y = zip(*points)
             colour = COLOURS[look % 8]
             marked = {"marker": MARKERS[look % 8], "markersize": 5, "markerfacecolor": "white"}
-            panel.plot(x, y, color=colour, linestyle=LINES[look % 8], label=entry["mode"], **marked)
+            line = LINES[(look + look // 8) % 8]  # beyond eight modes a marker comes again, with another line
+            panel.plot(x, y, color=colour, linestyle=line, label=entry["mode"], **marked)
             if what == "tokens_per_s":  # where the mode ends: nothing longer fits
-                panel.plot(x[-1], y[-1], marker="|", markersize=16, markeredgewidth=2, color=colour)
+                panel.plot(x[-1], y[-1], marker="|", markersize=16, markeredgewidth=1.5, color=colour, zorder=1.9)
         _size_axis(panel, sizes, axis)
         panel.set_title(attention if len(attentions) > 1 else "", loc="left")
     first = panels[0][0]
     first.set_ylabel(name)
     first.yaxis.set_major_formatter(FuncFormatter(lambda y, _: count(y) if what == "tokens_per_s" else f"x{y:.2f}"))
     if what == "tokens_per_s":
-        first.set_ylim(bottom=0)
+        first.set_ylim(0, 1.1 * max(t[what] for mode in summary["modes"].values() for t in mode["timings"]))
         title = "Speed against context; | marks the longest that fits"
     else:
-        first.axhline(1, color="#888888", linewidth=0.8, zorder=1)
+        costs = [t[what] for mode in summary["modes"].values() for t in mode["timings"] if t[what]]
+        first.set_ylim(min(0.8, 0.95 * min(costs)), max(1.2, 1.05 * max(costs)))  # noise shall look like noise
+        for panel in panels[0]:
+            panel.axhline(1, color="#888888", linewidth=0.8, zorder=1)
         title = "What each mode's step costs against none at the same length"
     handles: dict[str, Any] = {}
     for panel in panels[0]:
         drawn, labels = panel.get_legend_handles_labels()
         handles |= dict(zip(labels, drawn))
-    figure.legend(handles.values(), handles.keys(), loc="outside right upper", handlelength=3.5)
+    figure.legend(handles.values(), handles.keys(), loc="outside right upper", handlelength=5)
     figure.suptitle(f"{title}\n{_where(summary)}", x=0.01, ha="left", fontsize=10)
     return figure
 
@@ -219,11 +222,33 @@ def _breakdown(summary: dict[str, Any], memory: dict[str, Any]) -> Figure:
 
 
 def timeline_modes(modes: dict[str, Any], summary: dict[str, Any]) -> list[str]:
-    """Three modes whose step tells the most, under the first attention that was measured."""
+    """Up to three modes whose step tells the most, under the attention of which most modes were followed."""
     entries = summary["modes"]
-    first = [name for name in modes if entries[name]["attention"] == entries[next(iter(modes))]["attention"]]
-    liked = sorted(first, key=lambda n: [*TIMELINE_MODES, entries[n]["mode"]].index(entries[n]["mode"]))
-    return liked[:3]
+    followed = [entries[name]["attention"] for name in modes]
+    most = max(followed, key=followed.count)
+    same = [name for name in modes if entries[name]["attention"] == most]
+    return sorted(same, key=lambda n: [*TIMELINE_MODES, entries[n]["mode"]].index(entries[n]["mode"]))[:3]
+
+
+def timeline_caption(summary: dict[str, Any], memory: dict[str, Any]) -> str:
+    """Which modes the timeline shows, and why these."""
+    names = timeline_modes(memory["modes"], summary)
+    return (
+        f"Shown: {', '.join(f'`{name}`' for name in names)}; of the modes followed at this size under one attention,"
+        f" the first in the order {', '.join(TIMELINE_MODES)}. A trial's step has at most two micro-batches."
+    )
+
+
+def phases(names: list[str]) -> list[tuple[int, str]]:
+    """(operation, what begins there): each forward and backward, numbered if a step has several, and the optimizer."""
+    begins = [(i, name) for i, name in enumerate(names) if name in PHASES]
+    begins = [now for before, now in zip([(0, ""), *begins], begins) if now[1] != before[1]]
+    rounds = [name for _, name in begins]
+    several = rounds.count("backward") > 1
+    return [
+        (i, f"{name} {rounds[: n + 1].count(name)}" if several and name != "optimizer" else name)
+        for n, (i, name) in enumerate(begins)
+    ]
 
 
 def _timeline(summary: dict[str, Any], memory: dict[str, Any]) -> Figure:
@@ -244,15 +269,9 @@ def _timeline(summary: dict[str, Any], memory: dict[str, Any]) -> Figure:
         x, y = line["operation"], [live / unit for live in line["live_device_bytes"]]
         panel.fill_between(x, y, color="#cfd8e3", linewidth=0)
         panel.plot(x, y, color="black", linewidth=0.9)
-        for i, phase in enumerate(line["phase"]):
-            if (
-                phase in PHASES
-                and phase != "loss"
-                and (i == 0 or line["phase"][i - 1] != phase)
-                and phase not in line["phase"][:i]
-            ):
-                panel.axvline(x[i], color="black", linestyle=":", linewidth=0.9)
-                panel.text(x[i], max(tops) / unit * 1.13, f" {phase}", fontsize=7, va="top")
+        for i, phase in phases(line["phase"]):
+            panel.axvline(x[i], color="black", linestyle=":", linewidth=0.9)
+            panel.text(x[i], max(tops) / unit * 1.28, f" {phase}", fontsize=7, va="top")
         top = max(range(len(y)), key=y.__getitem__)
         panel.plot(x[top], y[top], "kv", markersize=5)
         where = line["module"][top] or line["phase"][top]
@@ -260,15 +279,16 @@ def _timeline(summary: dict[str, Any], memory: dict[str, Any]) -> Figure:
         panel.annotate(
             f"peak {size(y[top] * unit)}: {where}  ",
             (x[top], y[top]),
-            (-6 if side == "right" else 6, 0),
+            (-6 if side == "right" else 6, 2),
             textcoords="offset points",
             ha=side,
-            va="center",
+            va="bottom",
             fontsize=7,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
         )
         panel.set_title(name, loc="left", fontsize=9, pad=3)
         panel.set_ylabel(unit_name)
-    panels[0, 0].set_ylim(0, max(tops) / unit * 1.15)
+    panels[0, 0].set_ylim(0, max(tops) / unit * 1.3)
     panels[-1, 0].set_xlim(left=0)
     panels[-1, 0].set_xlabel("operation of the step, in order")
     what = f"{count(memory['size'])} {'tokens' if summary['axis'] == 'seq_length' else 'samples'}"

@@ -21,6 +21,8 @@ from tools.words import count
 from training.recipe import Recipe
 
 LARGEST_BATCH = 1 << 16
+TRIALS_OF_SEARCH, TRIALS_OF_TIMING = 2, 3  # what a variant takes as a rule, before anything is known of it
+REPORT_S = 5.0  # table, pictures and TensorBoard at the end
 
 
 class NoAnswerError(Exception):
@@ -157,6 +159,9 @@ class Sweep:
         follow = not machine.has_gpu()  # on a CPU every operation is followed anyway
         return Question(point, "timing", self.recipe.sweep.timing_steps, round, memory=follow)
 
+    def _followed(self, point: Point) -> Question:
+        return Question(point, "memory", self.recipe.sweep.steps, memory=True)
+
     def _time(self, timing: Timing, round: int, memory: bool) -> None:
         found = self.found[timing.variant]
         if found.longest < timing.size:
@@ -165,7 +170,7 @@ class Sweep:
         try:
             record = self.ask(self._timing(point, round))
             if memory and machine.has_gpu() and record["status"] == "completed":
-                self.ask(Question(point, "memory", self.recipe.sweep.steps, memory=True))
+                self.ask(self._followed(point))
         except NoAnswerError as stop:
             self._stop(timing.variant, stop)
             return
@@ -199,11 +204,22 @@ class Sweep:
 
     def left_s(self) -> float | None:
         """A guess at the seconds this sweep will still take; None while nothing is known."""
-        ran = [r["wall_s"] for r in self.trials.records[-20:]]
-        if not ran:
+        if not self.trials.records:
             return None
-        mean_s = sum(ran) / len(ran)
-        open_searches = sum(not f.boundary and not f.problem for f in self.found.values())
-        timing_s = sum(map(self._cost_s, by_importance(self._longest(), self.granularity)))
-        unknown_s = open_searches * mean_s * 5  # two of the search, some of the timing
-        return min(2 * open_searches * mean_s + timing_s + unknown_s, max(self._time_left_s(), mean_s))
+        longest = self._longest()
+        usual_s = {v: self._usual_s(v) for v, f in self.found.items() if not f.boundary and not f.problem}
+        search_s = sum(s * max(1, TRIALS_OF_SEARCH - len(self.found[v].tried)) for v, s in usual_s.items())
+        must = {Timing(n, v) for v, n in longest.items() if n}
+        for_timing_s = self._time_left_s() - search_s  # what must be timed, and all of the search, take what they take
+        chosen = affordable(by_importance(longest, self.granularity), must, self._cost_s, for_timing_s)
+        timing_s = sum(map(self._cost_s, chosen))
+        later_s = min(TRIALS_OF_TIMING * sum(usual_s.values()), max(0.0, for_timing_s - timing_s))
+        asked = [self._followed(self.point(t.variant, min(must).size)) for t in must if machine.has_gpu()]
+        memory_s = sum(self._usual_s(q.point.variant) for q in asked if not self.trials.known(q))
+        return search_s + timing_s + later_s + memory_s + REPORT_S
+
+    def _usual_s(self, variant: Variant) -> float:
+        """Seconds of a mean trial of this mode, else of any: auto, which times its choices, takes longer than none."""
+        of_mode = [r["wall_s"] for r in self.trials.records if r["mode"] == variant.mode]
+        ran = of_mode or [r["wall_s"] for r in self.trials.records]
+        return sum(ran) / len(ran)

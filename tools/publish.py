@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tools import recommend, summary, trials
-from tools.words import size
+from tools.words import within
 from training.schema import ROOT
 
 HELP = "copy the sweep to results/<date>-<recipe>-<device>/ and append what it recommends to results/DECISIONS.md"
@@ -34,7 +34,7 @@ def publish(folder: Path, results: Path = ROOT / "results") -> Path:
             shutil.copyfile(file, target / file.name)
     decisions = results / "DECISIONS.md"
     text = decisions.read_text(encoding="utf-8") if decisions.exists() else HEAD
-    heading = f"## {date}: {found['recipe']} within {size(found['budget_bytes'])} on {found['device']}{axis}"
+    heading = f"## {date}: {found['recipe']} {within(found['budget_bytes'])} on {found['device']}{axis}"
     kept = [part for part in re.split(r"(?m)^(?=## )", text) if not part.startswith(heading + "\n")]
     decisions.write_text("".join(kept).rstrip() + "\n\n" + _decision(heading, target.name, found), encoding="utf-8")
     return target

@@ -72,8 +72,9 @@ def doubt(summary: dict[str, Any]) -> str | None:
     if fastest >= FASTER_THAN_NONE and spread <= UNSTEADY:
         return None
     return (
-        f"The machine was too busy to compare speeds: steps of one trial differ by {times(spread)}, and a mode took"
-        f" {times(fastest)} of the time of `none`, which does least. Sizes and bytes stand; for speeds, sweep again."
+        f"The machine was too busy to compare speeds: the slowest step of a timing took {times(spread)} its fastest,"
+        f" and one mode {times(fastest)} the step time of `none`, which does the least work. Sizes and memory are right"
+        " all the same; for speeds, sweep again on a quiet machine, into another folder (OUT=)."
     )
 
 
@@ -83,59 +84,75 @@ def lines(summary: dict[str, Any]) -> Iterator[str]:
     if chosen and (why := doubt(summary)):
         yield why
         by_reach = sorted(summary["modes"], key=lambda name: -longest_of(summary, name))
-        yield "By reach alone: " + ", ".join(f"`{name}` {count(longest_of(summary, name))}" for name in by_reach) + "."
+        yield (
+            "From the longest to the shortest: "
+            + ", ".join(f"`{name}` {count(longest_of(summary, name))}" for name in by_reach)
+            + "."
+        )
         return
     if not chosen:
         yield "Nothing can be recommended: no mode was timed. Raise the budget, or lower the granularity."
         return
     axis = summary["axis"]
-    what, unit = ("A context of", " tokens") if axis == "seq_length" else ("A micro-batch of", " samples")
-    for i, choice in enumerate(chosen):
+    unit, what = ("tokens", "length") if axis == "seq_length" else ("samples", "micro-batch")
+    for choice in chosen:
         timing = speed(summary, choice)
         reach = "up to" if choice.begin == 1 else f"{count(choice.begin)} to"
         run = f"{count(timing['tokens_per_s'])} tokens/s at {count(timing[axis])}"
-        reason = _reason(summary, choice, chosen[i - 1] if i else None)
-        yield f"{what} {reach} {count(choice.end)}{unit}: `{choice.mode}`, {run}. {reason}"
+        yield f"For {reach} {count(choice.end)} {unit} use `{choice.mode}`: {run}, {_reason(summary, choice)}."
     covered = sum(choice.end - choice.begin + 1 for choice in chosen)
     if covered < chosen[-1].end:
-        yield "Other sizes: what fits there was not timed at one size that all share; the sweep goes on when run again."
+        yield f"Other {what}s: not enough timings at a common {what} to compare; run the sweep again to add them."
     fastest_first = [(speed(summary, choice), choice) for choice in chosen]
     for i, (timing, choice) in enumerate(fastest_first):
         if all(timing["tokens_per_s"] > later["tokens_per_s"] for later, _ in fastest_first[i + 1 :]):
             yield (
-                f"At least {count(timing['tokens_per_s'])} tokens/s: up to {count(timing[axis])}{unit} with"
-                f" `{choice.mode}`, at a peak of {size(timing['peak_device_bytes'])}."
+                f"If you need at least {count(timing['tokens_per_s'])} tokens/s: up to {count(timing[axis])} {unit}"
+                f" with `{choice.mode}` (peak {size(timing['peak_device_bytes'])})."
             )
 
 
-def _reason(summary: dict[str, Any], choice: Choice, before: Choice | None) -> str:
-    reasons = []
-    if before:
-        reasons.append(f"`{before.mode}` ends at {count(longest_of(summary, before.mode))}")
-    reasons.append(f"of what fits, nothing is faster at {count(choice.at)}")
-    if choice.alike:
-        reasons.append(f"about as fast there: {', '.join(f'`{n}`' for n in choice.alike)}")
+def _reason(summary: dict[str, Any], choice: Choice) -> str:
+    at = speed(summary, choice)[summary["axis"]]
+    where = "there" if choice.at == at else f"at {count(choice.at)}"
+    if sum(longest_of(summary, name) >= choice.end for name in summary["modes"]) == 1:
+        reason = f"the only mode that reaches {count(choice.end)}"
+    elif choice.alike:
+        reason = f"among the fastest {where}; about the same: {', '.join(f'`{n}`' for n in choice.alike)}"
+    elif choice.at == choice.end:
+        reason = "the fastest mode that fits there"
+    else:
+        reason = f"the fastest {where} of the modes that fit"
     mode = summary["modes"][choice.mode]
     if mode["overhead"] and mode["mode"] != "none":
-        reasons.append(f"its step takes {times(mode['overhead'])} of `none`'s at {count(mode['overhead_at'])}")
-    text = "; ".join(reasons)
-    return f"{text[0].upper()}{text[1:]}."
+        reason += f"; a step takes {times(mode['overhead'])} the time of `none` at {count(mode['overhead_at'])}"
+    return reason
 
 
-def order(summary: dict[str, Any]) -> Iterator[tuple[str, str, float | None]]:
-    """(mode, mode that keeps no more, how many times longer that one's context is), where theory tells the order."""
-    modes = summary["modes"]
-    for name, entry in modes.items():
-        for other, beyond in modes.items():
-            if name == other or entry["attention"] != beyond["attention"]:
-                continue
-            if _reaches_as_far(beyond["mode"], entry["mode"], entry["attention"]):
-                mine, theirs = longest_of(summary, name), longest_of(summary, other)
-                yield name, other, theirs / mine if mine else None
+def order(summary: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
+    """(mode, mode that keeps less, how many times longer that one's context is) for neighbours in the expected order.
+
+    Two modes are neighbours when no third one of those measured stands between them.
+    """
+    modes = {name: mode for name, mode in summary["modes"].items() if mode["status"] == "completed"}
+    beyond = {name: {other for other in modes if _keeps_less(modes[other], modes[name])} for name in modes}
+    for name, others in beyond.items():
+        if mine := longest_of(summary, name):
+            for other in modes:
+                if other in others and not any(other in beyond[between] for between in others):
+                    yield name, other, longest_of(summary, other) / mine
+
+
+def _keeps_less(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether `one` must reach as far as `other`, and not the other way round too, as modes that are the same do."""
+    if one["attention"] != other["attention"]:
+        return False
+    a, b, attention = one["mode"], other["mode"], one["attention"]
+    return _reaches_as_far(a, b, attention) and not _reaches_as_far(b, a, attention)
 
 
 def _reaches_as_far(name: str, other: str, attention: str) -> bool:
-    """Whether theory says that mode `name` has no shorter longest context than mode `other`."""
+    """Whether mode `name` is expected to have no shorter longest context than mode `other`."""
     if name == "auto":  # it chooses among all others
         return other != "auto"
     if other == "auto" or "budget" in (parse(name).recompute, parse(other).recompute):  # a compiler's choice

@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools import publish, recommend, summary, trials
-from tools.words import count, size, times
+from tools.words import count, size, times, within
 from training.metrics import duration
 from training.run import USAGE, write_whole
 
@@ -98,10 +98,12 @@ def write(folder: Path) -> None:
 
 def _title(found: dict[str, Any]) -> str:
     what = "Longest context" if found["axis"] == "seq_length" else "Largest micro-batch"
-    return f"{what} of {found['recipe']} within {size(found['budget_bytes'])} on {found['device']}"
+    return f"{what} of {found['recipe']} {within(found['budget_bytes'])} on {found['device']}"
 
 
 def _report(folder: Path, found: dict[str, Any], drawn: list[str]) -> Iterator[str]:
+    from tools import figures  # imports matplotlib
+
     environment = trials.read_json(folder / "environment.json")
     yield f"# {_title(found)}"
     yield ""
@@ -112,7 +114,8 @@ def _report(folder: Path, found: dict[str, Any], drawn: list[str]) -> Iterator[s
     yield from _table(columns(found), rows(found))
     yield ""
     yield "Peak and after-forward are live device bytes. `x none` is the step time relative to mode `none` under the"
-    yield "same attention and at the same size (`at`). `=`: the plan said just that."
+    yield "same attention and at the same size (`at`); no mode does less work than `none`, so that less than x1.00 is"
+    yield "noise. `=`: the plan said just that."
     yield from _problems(found)
     yield ""
     yield "## What to use"
@@ -125,6 +128,9 @@ def _report(folder: Path, found: dict[str, Any], drawn: list[str]) -> Iterator[s
         yield ""
         yield f"![{PICTURES[name]}]({name}.png)"
         yield ""
+        if name == "timeline":
+            yield figures.timeline_caption(found, summary.read_memory(folder))
+            yield ""
     yield from _speeds(found)
     yield from _too_much(folder, found)
     yield "## Environment"
@@ -158,14 +164,14 @@ def _problems(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _order(found: dict[str, Any]) -> Iterator[str]:
-    pairs = [pair for pair in recommend.order(found) if pair[2] is not None]
+    pairs = list(recommend.order(found))
     if not pairs:
         return
-    yield "## The order theory tells"
+    yield "## Expected order"
     yield ""
-    yield "A mode that keeps less on the device must reach at least as far. Measured:"
+    yield "A mode that keeps less on the device must reach at least as far. Neighbours in this order, measured:"
     yield ""
-    verdict = lambda ratio: "longer" if ratio > 1 else "the same" if ratio == 1 else "shorter: against theory"  # noqa: E731
+    verdict = lambda ratio: "longer" if ratio > 1 else "the same" if ratio == 1 else "shorter: not expected"  # noqa: E731
     table = ((f"`{b}`", f"`{a}`", times(ratio), verdict(ratio)) for a, b, ratio in pairs)
     yield from _table(("keeps less", "keeps more", "context", ""), table)
     yield ""

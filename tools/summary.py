@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tools.timing import bases, by_importance
 from tools.trials import Question, Variant
 from training.run import FAILED, write_json, write_whole
+from training.schema import ROOT
 
 if TYPE_CHECKING:
     from tools.measure import Found, Sweep
@@ -117,7 +118,7 @@ def _timings(sweep: Sweep, variant: Variant, sizes: list[int]) -> list[dict[str,
 
 
 def write(folder: Path, summary: dict[str, Any]) -> None:
-    """summary.json, and memory.json: where the memory of a step went, per mode, at the size all modes were timed at."""
+    """summary.json, and memory.json: where the memory of a step went, per mode, at the size most were followed at."""
     memory = _memory(folder, summary)
     if memory["modes"]:
         write_whole(folder / "memory.json", json.dumps(memory) + "\n")
@@ -127,7 +128,7 @@ def write(folder: Path, summary: dict[str, Any]) -> None:
 def _memory(folder: Path, summary: dict[str, Any]) -> dict[str, Any]:
     axis, modes = summary["axis"], summary["modes"]
     followed = [t[axis] for mode in modes.values() for t in mode["timings"] if t["memory"]]
-    at = statistics.mode(followed) if followed else 0
+    at = max(followed, key=lambda size: (followed.count(size), size), default=0)  # of equals the longest
     rows = {n: t for n, mode in modes.items() for t in mode["timings"] if t["memory"] and t[axis] == at}
     contents = {name: json.loads((folder / row["memory"]).read_text(encoding="utf-8")) for name, row in rows.items()}
     for content in contents.values():
@@ -150,8 +151,12 @@ def read(folder: Path) -> dict[str, Any]:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except OSError:
-        hint = "; the sweep has not ended: run it again, it goes on" if (folder / "trials.jsonl").exists() else ""
-        raise ValueError(f"{folder}: there is no finished sweep here{hint or '; make one with `make sweep`'}") from None
+        if (folder / "trials.jsonl").exists():
+            hint = "the sweep has not ended: run it again, it goes on"
+        else:
+            known = (ROOT / "recipes" / f"{folder.name}.yaml").exists()
+            hint = f"make one with `make sweep RECIPE={folder.name if known else 'NAME'}`"
+        raise ValueError(f"{folder}: there is no finished sweep here; {hint}") from None
     except ValueError:
         raise ValueError(f"{file}: is damaged; run the sweep again, finished trials are not repeated") from None
 

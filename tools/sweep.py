@@ -22,7 +22,7 @@ from tools.measure import Sweep
 from tools.predict import Predictor
 from tools.sweep_display import Display
 from tools.trials import AXES, Trials, Variant
-from tools.words import label, size
+from tools.words import label, within
 from training import data, run
 from training.recipe import Recipe, RecipeError, load
 from training.schema import ROOT
@@ -82,7 +82,7 @@ def opened(recipe: Recipe, variants: Sequence[Variant], axis: str, ranks: int | 
         trials = Trials(folder, recipe, facts, predictor.peak)
         run.write_json(folder / "environment.json", run.environment() | facts | {"code": trials.code})
         names = {v: label(v, len({v.attention for v in variants})) for v in variants}
-        title = f"{recipe.name}: the largest {axis} within {size(recipe.budget_bytes)} of {facts['device']}"
+        title = f"{recipe.name}: the largest {axis} {within(recipe.budget_bytes)} on {facts['device']}"
         with Display(title, names, axis) as display:
             yield Sweep(recipe, variants, trials, predictor, display)
 
@@ -120,6 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
             except KeyboardInterrupt:
                 sweep.display.say(f"stopped; the same command goes on from what is in {sweep.trials.file}")
                 return run.INTERRUPTED
+            sweep.display.say("all trials are done; writing summary, pictures and TensorBoard ...")
             summary.write(folder, summary.of(sweep))
     except (RecipeError, data.DataError) as error:
         print(error, file=sys.stderr)

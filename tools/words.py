@@ -28,6 +28,11 @@ def times(ratio: float | None) -> str:
     return "-" if ratio is None else f"x{ratio:.2f}"
 
 
+def within(budget_bytes: int | None) -> str:
+    """Like within 24.00 GiB."""
+    return f"within {size(budget_bytes)}" if budget_bytes else "within all memory"
+
+
 def label(variant: Variant, attentions: int) -> str:
     """The mode, with its attention in front where several are compared."""
     return f"{variant.attention}/{variant.mode}" if attentions > 1 else variant.mode
