@@ -22,7 +22,9 @@ from training.planning.trace import LAYER_MARKS, Interval, Job, Trace, trace
 from training.planning.work import Work
 
 Segment = tuple[str, int | None]  # kind of layer mark, layer
-PLAIN_REPEATS, OFFLOAD_REPEATS = 2, 5  # groups of a run that are traced: with offload, two at each end and a middle one
+# Groups of a run that are traced: with offload a middle one, and at each end as many as differ. DeepSpeed's holds on to
+# the inputs of the last two, which the groups before them make.
+REPEATS = {None: 2, "async": 5, "deepspeed": 7}
 GROUP_LAYERS = 3  # layers of a group that are traced
 
 
@@ -43,7 +45,7 @@ def shorten(modes: tuple[Mode, ...]) -> Short:
     if any(mode.recompute == "budget" for mode in modes):
         raise ValueError(f"mode {modes[0]} cannot be planned: what it keeps is the compiler's choice; measure it")
     groups = [(len(group.layers), group.mode) for group in make_groups([None] * len(modes), modes)]  # type: ignore[list-item]
-    repeats = OFFLOAD_REPEATS if any(mode.offload for mode in modes) else PLAIN_REPEATS
+    repeats = max(REPEATS[mode.offload] for mode in modes)
     short: list[Mode] = []
     stands_in: list[int] = []
     for (size, mode), run in groupby(groups):

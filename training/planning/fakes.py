@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from model import attention_kernels, attention_tiles, gpt, host, loss_tiles, mlp_tiles, offload_deepspeed
 from model.region import is_parameter
+from model.replay import second_run
 
 
 @contextlib.contextmanager
@@ -30,7 +32,7 @@ def surroundings(job: Any) -> Iterator[None]:
             (gpt, {"rope_table": _rope_table}),
             (gpt.GPT, {"reset_parameters": lambda _: None}),
             (host, {"empty": _host_empty}),
-            (offload_deepspeed, {"checkpoint": partial(_deepspeed_checkpoint, job.cuda)}),
+            (offload_deepspeed, {"checkpoint": partial(_deepspeed_checkpoint, job.cuda, [])}),
             (F, {"dropout": _cuda_dropout} if job.cuda else {}),
             (F, {"linear": _Zero3Linear.run} if job.gathers else {}),
         ):
@@ -84,26 +86,56 @@ def _rope_table(length: int, dim: int, theta: float, device: torch.device) -> tu
     return cos, sin
 
 
-def _deepspeed_checkpoint(cuda: bool, function: Any, x: torch.Tensor, activity: Any) -> torch.Tensor:
+class _Waiting:
+    """The input of a group of layers that waits for backward: on the device, in host memory, or in both."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.on_device: torch.Tensor | None = x
+        self.on_host: torch.Tensor | None = None
+
+    def copy_to_host(self) -> None:
+        assert self.on_device is not None
+        self.on_host = host.empty(self.on_device.shape, self.on_device.dtype)
+
+    def take(self) -> torch.Tensor:
+        if self.on_device is None:
+            assert self.on_host is not None
+            self.on_device = torch.empty_like(self.on_host).copy_(self.on_host)
+        x, self.on_device, self.on_host = self.on_device, None, None
+        return x
+
+
+def _deepspeed_checkpoint(
+    cuda: bool, recent: list[_Waiting], function: Any, x: torch.Tensor, activity: Any
+) -> torch.Tensor:
     """The memory of model.offload_deepspeed.checkpoint, which needs values and a process group.
 
-    DeepSpeed copies x, runs the function, and empties x. On a CPU the copy counts as host memory from then on, and
-    backward uses it as it is; a GPU copies it back.
+    DeepSpeed runs the function and then empties x, whoever holds it; backward runs all of the function again. On a CPU
+    x is copied beforehand, the copy counts as host memory from then on, and backward uses it as it is. A GPU keeps the
+    last x, copies the one before it to the host and holds on to it meanwhile (offload_activations.py, keep_last_count
+    and max_fwd_stash_count).
     """
-    copy = None if cuda else x.detach().clone()
+    waiting = _Waiting(x.detach() if cuda else x.detach().clone())
+    key = x.untyped_storage()._cdata  # hooks that knew x itself would keep it alive
 
     def pack(tensor: torch.Tensor) -> Any:
-        if is_parameter(tensor) or tensor.untyped_storage()._cdata != x.untyped_storage()._cdata:
-            return tensor
-        on_host = host.empty(tensor.shape, tensor.dtype)
-        return on_host if not cuda else (on_host, tensor.device)
+        return waiting if tensor.untyped_storage()._cdata == key and not is_parameter(tensor) else tensor
 
     def unpack(packed: Any) -> torch.Tensor:
-        return torch.empty_like(packed[0]).copy_(packed[0]) if isinstance(packed, tuple) else packed
+        return packed.take() if isinstance(packed, _Waiting) else packed
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        output = checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)
-    del copy
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack), set_checkpoint_early_stop(False):
+        contexts = nullcontext(), second_run(activity)
+        output = checkpoint(function, x, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: contexts)
+    x.data = torch.empty([], device=x.device, dtype=x.dtype)
+    if not cuda:
+        host.register(waiting.on_device.untyped_storage())  # type: ignore[union-attr]
+        return output
+    recent.append(waiting)
+    if len(recent) > 1:
+        recent[-2].copy_to_host()
+    if len(recent) > 2:
+        recent.pop(0).on_device = None
     return output
 
 
