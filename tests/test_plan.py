@@ -16,12 +16,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.gpt import GPTConfig
+from model.gpt import GPTConfig, flops_per_token
 from model.modes import NAMED, parse_layers
 from model.tiling import Tiles
 from tools import plan as program
 from tools.real_step import real_step
 from training import recipe, world
+from training.flops import hardware_flops_per_token
 from training.planning import gpus, planner
 from training.planning.extend import extend, shorten, step
 from training.planning.longest import longest_multiple
@@ -166,6 +167,25 @@ def test_the_estimate_changes_with_the_mode() -> None:
     assert peaks["full"] < peaks["selective"] < peaks["none"]
     assert peaks["full+offload"] < peaks["full"]
     assert peaks["selective+norm+activation"] < peaks["selective"]
+
+
+def test_deepspeeds_offload_takes_all_layer_inputs_but_the_last_two_off_a_gpu() -> None:
+    r, gpu = small("model.num_layers=9", "seq_length=1024"), planner.device("rtx-4090")
+    kept, moved = (planner.predict(r, gpu, mode) for mode in ("full", "full+deepspeed_offload"))
+    inputs_bytes = [2 * 1024 * 64 * 4 * layers for layers in (7, 8)]  # the last but one is in both places
+    assert kept.after_forward_device_bytes - moved.after_forward_device_bytes == pytest.approx(inputs_bytes[0], abs=9e3)
+    assert moved.peak_host_bytes - kept.peak_host_bytes == inputs_bytes[1]
+
+
+@pytest.mark.parametrize("mode", ["none", "selective+mlp", "full", "full+attention+offload"])
+def test_a_plan_counts_flops_as_a_run_does(mode: str) -> None:
+    r, gpu = small("seq_length=512", "model.attention=unfused"), planner.device("rtx-4090")
+    one, config = planner.predict(r, gpu, mode), Planner(r, mode, gpu).config(512)
+    assert one.mfu is not None
+    assert one.hfu is not None
+    hardware = hardware_flops_per_token(config, 512, parse_layers(mode, 3))
+    assert one.hfu / one.mfu == pytest.approx(hardware / flops_per_token(config, 512))
+    assert one.hfu / one.mfu == pytest.approx(1 + one.recompute_overhead)
 
 
 def test_the_breakdown_adds_up_to_the_peak() -> None:

@@ -24,6 +24,7 @@ from model.gpt import GPTConfig, flops_per_token
 from model.modes import NAMED, Mode, parse_layers
 from model.recompute import effective
 from training.build import DTYPES
+from training.flops import recomputed_flops_per_token
 from training.metering.kinds import OTHER
 from training.planning import cuda_layout
 from training.planning.engine_memory import Walked, gathers, make_engine_memory, parameters_of, walk
@@ -42,7 +43,6 @@ from training.planning.roofline import (
 )
 from training.planning.target import Device, device, gpu
 from training.planning.trace import Job
-from training.planning.work import Work
 from training.recipe import Recipe
 
 __all__ = ["Device", "ModePlan", "Planner", "Prediction", "advice", "device", "gpu", "plan", "plan_mode", "predict"]
@@ -91,24 +91,25 @@ class Planner:
             raise self.recipe.error("model.attention_dropout", problem)
         return GPTConfig(**fields)
 
+    def tiles(self, config: GPTConfig) -> tiling.Tiles:
+        return tiling.resolve(config, **self.recipe.tiles.model_dump())
+
     def effective_modes(self) -> tuple[Mode, ...]:
         """One for each layer: what its mode really does with this recipe's attention and tiles."""
         config = self.config(self.recipe.seq_length)
-        tiles = tiling.resolve(config, **self.recipe.tiles.model_dump())
-        return tuple(effective(mode, config, tiles) for mode in self.modes)
+        return tuple(effective(mode, config, self.tiles(config)) for mode in self.modes)
 
     def traced(self, seq_length: int) -> tuple[Step, Walked]:
         """The whole step at a length, and what the engine holds along it."""
         if seq_length not in self._steps:
             config = self.config(seq_length)
-            tiles = tiling.resolve(config, **self.recipe.tiles.model_dump())
             job = Job(
                 config,
                 self.modes,
                 DTYPES[self.recipe.precision],
                 self.recipe.micro_batch_size,
                 seq_length,
-                tiles,
+                self.tiles(config),
                 cuda=self.cuda,
                 gathers=gathers(self.recipe, self.world_size),
             )
@@ -197,16 +198,13 @@ class Planner:
         result.step_time_s, result.stalled_s = time.step_s, time.stalled_s
         result.tokens_per_s = tokens / time.step_s
         result.time_error = speed.error
-        peak = speed.flops * self.world_size
-        result.mfu = flops_per_token(config, result.seq_length) * result.tokens_per_s / peak
-        done = sum(work.flops for kernels in whole.work.values() for work in kernels.values())
-        result.hfu = done * passes / time.step_s / speed.flops
-        again = whole.work.get("recompute", {})
-        total = Work()
-        for kernels in whole.work.values():
-            for work in kernels.values():
-                total = total + work
-        result.recompute_overhead = sum(w.flops for w in again.values()) / max(1.0, total.flops)
+        # As a run counts them (training/record.py), by formulas: the time above comes from what kernels really do.
+        counted = replace(config, attention=recipe.model.attention)
+        model = flops_per_token(counted, result.seq_length)
+        again = recomputed_flops_per_token(counted, self.modes, result.seq_length, self.tiles(config))
+        result.recompute_overhead = again / model
+        result.mfu = model * result.tokens_per_s / (speed.flops * self.world_size)
+        result.hfu = result.mfu * (1 + result.recompute_overhead)
 
     def longest(self, granularity: int, seq_max: int) -> Found:
         """The largest multiple of `granularity` up to `seq_max` that fits."""

@@ -29,7 +29,7 @@ class Prediction:
     tokens_per_s: float = 0.0
     mfu: float | None = None
     hfu: float | None = None
-    recompute_overhead: float = 0.0  # time of recompute, relative to the rest
+    recompute_overhead: float = 0.0  # FLOPs that recompute repeats, relative to the model's: hfu = mfu * (1 + this)
     stalled_s: float = 0.0
     memory_error: float = 0.0
     time_error: float = 0.0
