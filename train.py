@@ -23,6 +23,7 @@ from training.engine import make_engine
 from training.memory import Meter
 from training.metrics import Metrics, Progress, read
 from training.optimizer import learning_rate
+from training.planning import planner
 from training.recipe import Recipe, RecipeError, documentation, load
 from training.record import Tally
 from training.run import RunError, RunFolder
@@ -90,6 +91,7 @@ def train(
                 tally.val_loss = engine.eval_loss(validation.batch(i) for i in range(count))
                 tally.see_peaks()
                 log.write({"step": step, "val_loss": tally.val_loss})
+                say(f"step {step}: validation loss {tally.val_loss:.3f}")
                 tally.resume_clock()
 
             stopped = any(here.max(stopper.signal))
@@ -110,10 +112,11 @@ def train(
         folder.write_result(tally.result("completed"))
     if tally.val_loss is not None:
         say(
-            f"validation loss {tally.val_loss:.3f} nats per token; knowing how often each token occurs and nothing "
-            f"else would give {dataset.unigram_entropy():.3f}"
+            f"validation loss {tally.val_loss:.3f} nats per token; the unigram baseline (how often each token occurs, "
+            f"and nothing else) is {dataset.unigram_entropy():.3f}"
         )
-    say(f"finished {recipe.steps} steps; everything is in {folder.path}; `make tensorboard` shows the curves")
+    logdir = "" if folder.path.parent == ROOT / "runs" else f" LOGDIR={folder.path}"
+    say(f"finished {recipe.steps} steps; everything is in {folder.path}; `make tensorboard{logdir}` shows the curves")
     return 0
 
 
@@ -233,7 +236,10 @@ def main(arguments: list[str]) -> int:
     except Exception as error:
         if meter is None:
             raise
-        return run.report_failure(error, folder, tally.result)
+        code = run.report_failure(error, folder, tally.result)
+        if code == run.OUT_OF_MEMORY and here.is_main and recipe.log.advice:
+            print(f"plan: {planner.advice(recipe, world_size=size) or 'nothing known'}", file=sys.stderr)
+        return code
 
 
 if __name__ == "__main__":

@@ -236,7 +236,8 @@ def compared(recipe: Any, here: world.World, device: torch.device) -> Record:
     predicted = planner.predict(recipe, target)
     peaks: Record = {}
     try:
-        with Meter(device=device) as meter:
+        with Meter(device=device) as meter, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             engine = make_engine(recipe, build_model(recipe, device=device), here)
             meter.track(engine.model)
             tokens = torch.zeros(1, recipe.seq_length, dtype=torch.long)

@@ -53,7 +53,8 @@ def command(words: Sequence[str], gpus: Sequence[str], processes: int) -> list[s
     ids = [int(gpu) if gpu.isdigit() else gpu for gpu in gpus[:processes]] or list(range(processes))
     world = base64.urlsafe_b64encode(json.dumps({"localhost": ids}).encode()).decode()
     launcher = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={world}"]
-    launcher += ["--master_addr=127.0.0.1", f"--master_port={_free_port()}", "--log_level=warning"]
+    # critical: that a rank ended, and with which code, is said by the rank itself.
+    launcher += ["--master_addr=127.0.0.1", f"--master_port={_free_port()}", "--log_level=critical"]
     return [*launcher, str(ROOT / "train.py"), *words]
 
 

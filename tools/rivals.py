@@ -197,7 +197,8 @@ def _ckptplan(model: GPT, length: int) -> list[Target]:
         kept = model.layers[0](x.requires_grad_(), rope)
         nbytes = meter.live_bytes - before - kept.nbytes
         del kept
-    blocks = ckptplan.declare_blocks(model, [(f"layer{i}", Alone(layer)) for i, layer in enumerate(model.layers)])
+    stack = torch.nn.ModuleList(Alone(layer) for layer in model.layers)
+    blocks = ckptplan.declare_blocks(stack, [(f"layer{i}", layer) for i, layer in enumerate(stack)])
     profiles = ckptplan.profile_blocks(blocks, (x.detach(),), device="cpu", dtype=torch.bfloat16)
     profiles = tuple(
         replace(

@@ -234,6 +234,7 @@ def steps_overrides(recipe: Recipe, steps: int) -> list[str]:
         "checkpoint.keep=0",
         "checkpoint.every_steps=null",
         "log.every_steps=1",
+        "log.advice=false",
     ]
 
 

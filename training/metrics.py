@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from training.values import size
+
 GIB = 2**30
 
 # TensorBoard tag -> (field of metrics.jsonl, what the field is divided by)
@@ -167,7 +169,7 @@ class Progress:
         return (
             f"step {record['step']}/{self.steps}  loss {record['loss']:.4f}  "
             f"{record['tokens_per_s']:,.0f} tokens/s{mfu}  "
-            f"peak {record['peak_device_bytes'] / GIB:.2f} GiB  {duration(left_s)} left"
+            f"peak {size(record['peak_device_bytes'])}  {duration(left_s)} left"
         )
 
 

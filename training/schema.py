@@ -121,6 +121,7 @@ class Log(Section):
     memory: bool = Field(
         False, description="Write memory.json: live memory over the last step. On a GPU such a step is slow."
     )
+    advice: bool = Field(True, description="Out of memory: plan, for some seconds, what would have fitted.")
 
 
 class Sweep(Section):

@@ -35,6 +35,17 @@ def parse_size(text: object) -> int:
     return size_bytes
 
 
+def size(nbytes: float | None) -> str:
+    """For people: like 512 MiB, 12.3 MiB or 23.45 GiB; a dash for nothing."""
+    if nbytes is None:
+        return "-"
+    for unit in ("GiB", "MiB", "KiB"):
+        number = nbytes / UNITS[unit]
+        if number >= 1:
+            return f"{number:.2f} GiB" if unit == "GiB" else f"{number:.{0 if number >= 100 else 1}f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
 def _size(value: object) -> object:
     if value is None:
         return None

@@ -18,7 +18,7 @@ from model import tiling
 from model.modes import Mode, parse
 from training import run
 from training.recipe import Recipe, RecipeError
-from training.values import Section
+from training.values import Section, size
 
 GIB, MIB = 2**30, 2**20
 LINE = 64  # layers shown on a line
@@ -234,10 +234,6 @@ def draw(plan: Plan, path: Path) -> None:
     right.set(xlabel="device memory [GiB]", ylabel="step time, as modelled [s]")
     right.legend(fontsize=6)
     figure.savefig(path, dpi=120)
-
-
-def size(nbytes: float) -> str:
-    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / MIB:.1f} MiB"
 
 
 def _time(seconds: float) -> str:

@@ -24,6 +24,7 @@ from training.memory import Meter
 from training.planning.engine_memory import gathers
 from training.recipe import Recipe, RecipeError
 from training.values import Plan as PlanFile
+from training.values import size
 from training.world import World
 
 Say = Callable[[str], None]
@@ -70,9 +71,9 @@ class Settled:
         assert plan is not None
         off = measured_bytes / plan.peak_device_bytes - 1
         left = plan.budget_bytes - measured_bytes
-        words = f"plan: measured peak {layer_plan.size(measured_bytes)}, {off:+.1%} from the prediction"
+        words = f"plan: measured peak {size(measured_bytes)}, {off:+.1%} from the prediction"
         if left > WORTH_SAYING * plan.budget_bytes:
-            words += f"; {layer_plan.size(left)} of the budget ({left / plan.budget_bytes:.0%}) are left: "
+            words += f"; {size(left)} of the budget ({left / plan.budget_bytes:.0%}) are left: "
             words += plan.next_memory()
         return words
 
@@ -95,8 +96,8 @@ class Settled:
             say("the plan did not fit; the same command starts again with a smaller one")
             return None
         say(
-            f"plan: the first step needs more than the budget of {layer_plan.size(plan.budget_bytes)}, not "
-            f"{layer_plan.size(plan.needed_bytes)} as predicted; planning again with {layer_plan.size(correction)} less"
+            f"plan: the first step needs more than the budget of {size(plan.budget_bytes)}, not "
+            f"{size(plan.needed_bytes)} as predicted; planning again with {size(correction)} less"
         )
         return replace(self, attempt=self.attempt + 1, plan=plan.model_copy(update={"correction_bytes": correction}))
 
@@ -128,7 +129,7 @@ def settle(
         try:
             text = _made(recipe, vocab_size, here, folder, budget, before).model_dump_json()
         except DoesNotFit as error:
-            problem = f"no plan fits in the budget of {layer_plan.size(budget)}: {error}"
+            problem = f"no plan fits in the budget of {size(budget)}: {error}"
         except (ValueError, ImportError) as error:
             raise RecipeError(f"recipe {recipe.name}: {error}") from error
     if problem := here.agree(problem):
