@@ -212,15 +212,17 @@ def _reasons_to_warn(model: GPT, groups: Sequence[Group]) -> Iterator[str]:
     for group in groups:
         name = str(group.mode)
         if idle := tiling.covered(tiling.applied(model)) & {*group.mode.modules, *group.mode.keep}:
+            meant = "; core_attn is what the word selective stands for" if "core_attn" in idle else ""
             yield (
                 f"mode {name}: {', '.join(sorted(idle))} changes nothing here: tiles keep less than that, and compute "
-                "the rest again, in every mode"
+                f"the rest again, in every mode{meant}"
             )
         if fused and "core_attn" in group.mode.modules:
+            others = [] if {"norm", "activation"} <= {*group.mode.modules} else ["norm+activation"]
             yield (
-                f"mode {name}: recomputing core_attn saves nothing under attention={implementation}, whose kernel "
-                "keeps q, k, v and its output only, and no scores; attention is not recomputed. For fewer bytes use "
-                "norm+activation or full+attention"
+                f"mode {name}: `selective` by recomputing core_attn saves nothing under attention={implementation}, "
+                "whose kernel keeps q, k, v and its output only, and no scores; attention is not recomputed. For fewer "
+                f"bytes use {' or '.join([*others, 'full+attention'])}"
             )
         if not fused and "attention" in group.mode.keep:
             yield (

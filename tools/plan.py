@@ -1,32 +1,32 @@
 """Predict the longest context, peak memory and speed of every memory mode, on any GPU, in seconds: `make plan`.
 
 Nothing is trained. The model's own code is traced on tensors without content, and what the engine holds is added up;
-docs/accuracy.md says how far to trust it.
+docs/accuracy.md says how far to trust it. A plan is for one optimizer step: no evaluation, no saving, no data loading.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rich.console import Console
-from rich.table import Table
 
 from model.modes import parse
-from training import run
-from training.planning import cuda_layout, planner, roofline
-from training.planning.planner import Device, ModePlan
+from training.planning import gpus
 from training.recipe import Recipe, RecipeError, load, parse_size
 
-START_S = time.perf_counter() - run.age_s()  # imports are part of the time a plan takes
-GIB = 2**30
+if TYPE_CHECKING:  # they import torch, which takes seconds: what a person wrote is checked before
+    from training.planning.planner import Device, ModePlan
+
+PIPED_WIDTH = 160
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -57,6 +57,8 @@ def target(given: argparse.Namespace, recipe: Recipe) -> Device:
     """The device to plan for. Raises RecipeError."""
     budget = size_of("--budget", given.budget) or recipe.budget_bytes
     host_budget = size_of("--host-budget", given.host_budget) or recipe.host_budget_bytes
+    from training.planning import planner
+
     try:
         return planner.device(given.gpu, budget, host_budget)
     except ValueError as error:
@@ -70,70 +72,16 @@ def checked(given: argparse.Namespace) -> Recipe:
         if value is not None and value < 1:
             raise RecipeError(f"--{name.replace('_', '-')} {value}: must be a whole number above 0")
     recipe.accumulation_steps(given.world)
+    if given.gpu:
+        gpus.find(given.gpu)
     for mode in (given.modes or "").split():
+        if mode == "auto":
+            raise RecipeError("--modes: auto is chosen by `make train` and `make sweep`; a plan names fixed modes")
         try:
             parse(mode)
         except ValueError as error:
             raise RecipeError(f"--modes: {error}") from None
     return recipe
-
-
-def table(plans: Sequence[ModePlan], seq: int | None) -> Table:
-    grid = Table(title=None, header_style="bold", pad_edge=False)
-    for name in ("mode", "longest context", "limited by"):
-        grid.add_column(name, justify="left" if name == "mode" else "right")
-    if seq:
-        grid.add_column(f"{seq:,} tokens", justify="right")
-    for name in ("peak GiB", "after fwd GiB", "host GiB", "step s", "tokens/s", "MFU", "HFU", "again"):
-        grid.add_column(name, justify="right")
-    grid.add_column("who causes the peak", overflow="fold")
-    for one in plans:
-        if one.same_as:
-            grid.add_row(one.mode, f"as {one.same_as}")
-            continue
-        s = one.step
-        cells = [one.mode, f"{one.longest_context:,}" if one.longest_context else "none fits", one.limited_by]
-        if seq:
-            cells.append("fits" if one.fits else "too long")
-        cells += [f"{nbytes / GIB:.2f}" for nbytes in (s.peak_device_bytes, s.after_forward_device_bytes)]
-        cells += [f"{s.peak_host_bytes / GIB:.1f}", f"{s.step_time_s:.3g}", f"{s.tokens_per_s:,.0f}"]
-        cells += ["-" if share is None else f"{share:.0%}" for share in (s.mfu, s.hfu, s.recompute_overhead)]
-        grid.add_row(*cells, s.peak_op.replace("aten._scaled_dot_product_flash_attention_for_cpu", "attention"))
-    return grid
-
-
-def explanation(plans: Sequence[ModePlan], recipe: Recipe, target: Device) -> list[str]:
-    """What the numbers mean, what they assume, and how far off they may be."""
-    step = max((one.step for one in plans), key=lambda step: step.peak_device_bytes)
-    lines = [
-        f"The numbers behind a length are of one optimizer step at that length ({recipe.global_batch_size} sequences)."
-        f" `again`: share of the FLOPs that are recompute. Causal attention counts half of the square.",
-        f"Error band: peak +-{step.memory_error:.0%}, step time +-{step.time_error:.0%} (not included: "
-        f"{roofline.LEFT_OUT}).",
-    ]
-    if target.gpu is not None:
-        named = ", ".join(
-            f"{name.replace('_', ' ')} {nbytes / 2**20:,.0f} MiB" for name, nbytes in step.allowances_bytes.items()
-        )
-        lines += [
-            f"Assumed for CUDA, at the largest peak above: {named}. Not measured on any GPU yet; disagree with "
-            f"--budget. {cuda_layout.LAYOUTS}",
-            f"{target.gpu.title}: {target.gpu.source}.",
-        ]
-        kernels = ", ".join(f"{k} {v:.0%}" for k, v in planner.speed_of(target, recipe).efficiency.items())
-        lines.append(f"Assumed of peak: {kernels}; copies to the host at {target.gpu.link_bytes_per_s / 1e9:.0f} GB/s.")
-    else:
-        lines.append("Planned for this machine's CPU, in bytes as the meter counts them. For a GPU write GPU=NAME.")
-    if any(one.same_as for one in plans):
-        lines.append("`as`: the mode does just what that one does; fused attention and tiles leave it nothing to do.")
-    notes = dict.fromkeys(note for one in plans if not one.same_as for note in one.step.notes)
-    return lines + [f"Note: {note}" for note in notes]
-
-
-def limits(target: Device) -> str:
-    device = f"{target.budget_bytes / GIB:.2f} GiB of device memory" if target.budget_bytes else "no device limit"
-    host = f"{target.host_budget_bytes / GIB:.0f} GiB of host memory" if target.host_budget_bytes else "no host limit"
-    return f"{device}, {host}"
 
 
 def record(plans: Sequence[ModePlan], recipe: Recipe, target: Device, world: int, seconds: float) -> dict[str, Any]:
@@ -180,9 +128,13 @@ def draw(plans: Sequence[ModePlan], title: str, file: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = parse_arguments(arguments)
-    console = Console(width=None if sys.stdout.isatty() else 200)
     try:
         recipe = checked(given)
+        from tools import plan_table
+        from training import run
+        from training.planning import planner
+
+        started_s = time.perf_counter() - run.age_s()  # imports are part of the time a plan takes
         aim = target(given, recipe)
         plans = planner.plan(
             recipe,
@@ -196,21 +148,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:  # RecipeError, and what the model code itself rejects
         print(error, file=sys.stderr)
         return 2
+    console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPED_WIDTH, highlight=False)
+    limits = plan_table.limits(aim)
     title = f"{recipe.name} on {aim.name}" + (f" x {given.world}" if given.world > 1 else "")
     console.print(
-        f"[bold]{title}[/]: {limits(aim)}; {recipe.model.attention} attention, micro-batch {recipe.micro_batch_size}"
+        f"[bold]{title}[/]: {limits}; {recipe.model.attention} attention, micro-batch {recipe.micro_batch_size}"
     )
-    console.print(table(plans, given.seq))
-    for line in explanation(plans, recipe, aim):
-        console.print(line, highlight=False, markup=False)
+    console.print(plan_table.table(plans, given.seq, console.width))
+    shortest = given.granularity or recipe.sweep.granularity
+    for line in plan_table.explanation(plans, recipe, aim, given.world, shortest, console.width):
+        console.print(line, markup=False)
     if given.plot:
-        draw(plans, f"{title}, {limits(aim)}", given.plot)
-        console.print(f"drawn into {given.plot}", highlight=False)
-    seconds = time.perf_counter() - START_S
+        draw(plans, f"{title}, {limits}", given.plot)
+        console.print(f"drawn into {given.plot}")
+    seconds = time.perf_counter() - started_s
     if given.json:
         given.json.parent.mkdir(parents=True, exist_ok=True)
         given.json.write_text(json.dumps(record(plans, recipe, aim, given.world, seconds), indent=1) + "\n")
-    console.print(f"planned in {seconds:.1f} s", highlight=False)
+    console.print(f"planned in {seconds:.1f} s")
     return 0
 
 

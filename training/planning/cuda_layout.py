@@ -24,9 +24,8 @@ OWN_KERNEL_TILES_BYTES = 32 * MIB  # model/rowwise.py works on float32 tiles of 
 FRAGMENTATION = 0.03  # of the peak: memory the allocator reserves in 2 MiB and 20 MiB blocks, and cannot join
 
 LAYOUTS = (
-    "Modelled in the peak: dropout masks of 1 byte, LayerNorm statistics in float32, requests rounded up to 512 bytes, "
-    "flash attention's float32 dq accumulator and row sums in backward (and dk, dv for every query head under GQA), "
-    "gradients added in place at forks. Not modelled: workspaces of embedding backward's sort and of NCCL."
+    "Modelled: dropout masks of 1 byte, LayerNorm statistics in float32, requests rounded to 512 bytes, flash "
+    "attention's workspaces in backward, gradients added in place. Not modelled: those of embedding backward and NCCL."
 )
 
 # Kernels whose gradients torch adds up in place when no dispatch mode watches, as none does in a real CUDA step.

@@ -1,7 +1,8 @@
 """The GPUs that `make plan` knows, each number with its source.
 
-Memory is the size on the data sheet; what is usable of it is less by what the driver and error correction keep, and is
-what `nvidia-smi` and vendors' tools report. Compute is dense bf16 with float32 accumulation, without sparsity.
+Memory is what CUDA or ROCm reports as the device's total, as users' machines show it: less than the data sheet's round
+size by what the driver and error correction keep. Compute is dense bf16 with float32 accumulation, without sparsity;
+speeds are the data sheet's.
 Host memory is no property of a GPU: it is what machines and cloud instances around one such GPU typically have, per
 GPU, and is only a default for `HOST_BUDGET=`.
 """
@@ -10,8 +11,6 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
-
-import torch
 
 GIB, MIB, GB = 2**30, 2**20, 10**9
 
@@ -25,7 +24,7 @@ class GPU:
 
     name: str
     title: str  # as torch.cuda.get_device_name contains it
-    memory_bytes: int  # total memory that CUDA or ROCm reports
+    memory_bytes: int  # in total, as CUDA or ROCm reports it
     bf16_flops: float  # FLOP/s, dense
     memory_bytes_per_s: float
     link_bytes_per_s: float  # to host memory, one direction, pinned
@@ -74,6 +73,8 @@ def find(name: str) -> GPU:
 
 def in_this_machine() -> GPU | None:
     """The GPU here, with the memory that it really has; None without one. ValueError when its speed is not known."""
+    import torch  # here, so that a wrong name is answered without waiting for it
+
     if not torch.cuda.is_available():
         return None
     title, total = torch.cuda.get_device_name(), torch.cuda.mem_get_info()[1]

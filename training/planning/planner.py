@@ -61,7 +61,12 @@ class ModePlan:
     next_tried: int | None  # the shortest length known not to fit
     step: Prediction
     fits: bool  # whether that step does
-    same_as: str | None = None  # the mode planned before that does just the same for this recipe
+    same_as: str | None = None  # the mode before that does, or comes to, just the same for this recipe
+
+    def equals(self, other: ModePlan) -> bool:
+        """Whether all that is predicted is the same."""
+        step = replace(other.step, mode=self.step.mode, notes=self.step.notes)
+        return replace(other, mode=self.mode, step=step) == self
 
     def record(self) -> dict[str, Any]:
         """The mode's part of `--json`."""
@@ -270,14 +275,14 @@ def plan(
     workers: int | None = None,
 ) -> list[ModePlan]:
     """`plan_mode` for each mode (None: all named ones), in a few processes (None: at most two). Modes that do the same
-    for this recipe are planned once.
+    for this recipe are planned once, and those that come to the same name the first of them.
     """
     modes = list(modes or NAMED)
     firsts: dict[tuple[Mode, ...], str] = {}
     own = {mode: Planner(recipe, mode, device, world_size).effective_modes() for mode in modes}
     same = {mode: firsts.setdefault(own[mode], mode) for mode in modes}
     speed_of(device, recipe)  # measured once, here, and not while other processes compute
-    one = partial(
+    plan_one = partial(
         plan_mode,
         recipe,
         device,
@@ -288,16 +293,18 @@ def plan(
     )
     workers = min(2, os.cpu_count() or 1) if workers is None else workers
     if workers < 2 or len(firsts) < 4 or not hasattr(os, "fork"):
-        planned = {mode: one(mode) for mode in firsts.values()}
+        planned = {mode: plan_one(mode) for mode in firsts.values()}
     else:
         with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
-            planned = dict(zip(firsts.values(), pool.map(one, firsts.values())))
-    return [
-        planned[mode]
-        if first == mode
-        else replace(planned[first], mode=mode, step=replace(planned[first].step, mode=mode), same_as=first)
-        for mode, first in same.items()
-    ]
+            planned = dict(zip(firsts.values(), pool.map(plan_one, firsts.values())))
+    shown: list[ModePlan] = []
+    for mode, first in same.items():
+        one = planned[first]
+        if first == mode:  # modes that look different may still come to the same
+            first = next((other.mode for other in shown if not other.same_as and other.equals(one)), mode)
+        step = replace(one.step, mode=mode)
+        shown.append(replace(one, mode=mode, step=step, same_as=None if first == mode else first))
+    return shown
 
 
 def advice(recipe: Recipe, target: Device | None = None, world_size: int = 1) -> str:
