@@ -35,9 +35,10 @@ SHELL := /bin/sh
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 # What every program is told. SET is split by the shell, so quotes work in it; `set -f` keeps * and [ as they are.
-WORDS = '$(RECIPE)' $(SET)
-option = $(if $($(1)),--$(2) '$($(1))')
-BUDGETS = $(if $(BUDGET),'budget=$(BUDGET)') $(if $(HOST_BUDGET),'host_budget=$(HOST_BUDGET)')
+quoted = '$(subst ','\'',$(1))'
+WORDS = $(call quoted,$(RECIPE)) $(SET)
+option = $(if $($(1)),--$(2) $(call quoted,$($(1))))
+BUDGETS = $(if $(BUDGET),$(call quoted,budget=$(BUDGET))) $(if $(HOST_BUDGET),$(call quoted,host_budget=$(HOST_BUDGET)))
 BUDGET_OPTIONS = $(call option,GPU,gpu) $(call option,BUDGET,budget) $(call option,HOST_BUDGET,host-budget)
 
 .DEFAULT_GOAL := help
@@ -88,17 +89,18 @@ sweep: $(VENV)/installed ## measure the longest context of every mode under the 
 	    $(if $(PUBLISH),--publish)
 
 report: $(VENV)/installed ## write a sweep's table and pictures again, from its records
-	@exec $(PY) tools/report.py '$(or $(OUT),sweeps/$(notdir $(RECIPE:.yaml=)))' $(if $(PUBLISH),--publish)
+	@exec $(PY) tools/report.py $(call quoted,$(or $(OUT),sweeps/$(notdir $(RECIPE:.yaml=)))) $(if $(PUBLISH),--publish)
 
 compare: $(VENV)/installed ## what changed from sweep A to sweep B; ends with an error when B is worse
-	@test -n '$(A)' -a -n '$(B)' || { echo 'write A=sweeps/older B=sweeps/newer' >&2; exit 2; }
-	@exec $(PY) tools/compare.py '$(A)' '$(B)' $(call option,TOLERANCE,tolerance)
+	@test -n $(call quoted,$(A)) -a -n $(call quoted,$(B)) || { echo 'write A=sweeps/older B=sweeps/newer' >&2; exit 2; }
+	@exec $(PY) tools/compare.py $(call quoted,$(A)) $(call quoted,$(B)) $(call option,TOLERANCE,tolerance)
 
 gate: $(VENV)/installed ## measure whether RECIPE reaches its targets; ends with an error when it does not
 	@set -f; exec $(PY) tools/gate.py $(WORDS) $(SWEEP)
 
 tensorboard: $(VENV)/installed ## show runs in the browser: http://localhost:6006
-	@exec $(VENV)/bin/tensorboard --logdir '$(LOGDIR)' --host '$(HOST)' --port $(PORT)
+	@exec $(VENV)/bin/tensorboard --load_fast=false --logdir $(call quoted,$(LOGDIR)) --host $(call quoted,$(HOST)) \
+	    --port $(call quoted,$(PORT))
 
 test: $(VENV)/installed-dev ## run the tests that take seconds
 	@exec $(PY) -m pytest -n $(JOBS) $(ARGS)

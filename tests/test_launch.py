@@ -14,6 +14,7 @@ import time
 import pytest
 
 from tools import launch
+from training import run
 
 # Stands in for train.py: writes down how it was started, then waits to be told to stop.
 STUB = """\
@@ -201,3 +202,16 @@ def test_what_is_set_reaches_sweep_and_report(told):
     }
     assert told("report", "RECIPE=recipes/gpt-1.3b.yaml") == [["tools/report.py", "sweeps/gpt-1.3b"]]
     assert told("report", "OUT=x y") == [["tools/report.py", "x y"]]
+
+
+def test_quotes_reach_programs_as_they_are(told):
+    prepare, _ = told("train", "RECIPE=it's", "BUDGET=8'GiB")
+    assert prepare == ["tools/prepare_data.py", "it's", "budget=8'GiB"]
+    assert told("compare", "A=x y", "B=it's") == [["tools/compare.py", "x y", "it's"]]
+
+
+def test_a_rank_whose_launcher_died_before_it_could_ask_for_a_signal_ends(repo_root, tmp_path):
+    gone = dict(os.environ, WATERLINE_LAUNCHER="1", MASTER_ADDR="127.0.0.1", RANK="0", WORLD_SIZE="1")
+    words = [sys.executable, str(repo_root / "train.py"), "quickstart", "--run-dir", str(tmp_path / "run")]
+    assert subprocess.run(words, env=gone, timeout=120, check=False).returncode == run.INTERRUPTED
+    assert not (tmp_path / "run").exists()

@@ -43,6 +43,7 @@ def environment(gpus: Sequence[str], processes: int) -> dict[str, str]:
         env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         if processes > 1:
             env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    env["WATERLINE_LAUNCHER"] = str(os.getpid())  # this program turns into it; training/run.py reads it
     # A lock file left in the shared folder by somebody's killed build would make this run wait for ever.
     env.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
     return env

@@ -258,6 +258,9 @@ def end_with_launcher() -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        parent = str(os.getppid())
+        if os.environ.get("WATERLINE_LAUNCHER", parent) != parent:
+            sys.exit(INTERRUPTED)  # it died while this process was still importing
 
 
 def age_s() -> float:
