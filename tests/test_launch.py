@@ -14,7 +14,7 @@ import time
 import pytest
 
 from tools import launch
-from training import run
+from training.run import INTERRUPTED
 
 # Stands in for train.py: writes down how it was started, then waits to be told to stop.
 STUB = """\
@@ -213,5 +213,5 @@ def test_quotes_reach_programs_as_they_are(told):
 def test_a_rank_whose_launcher_died_before_it_could_ask_for_a_signal_ends(repo_root, tmp_path):
     gone = dict(os.environ, WATERLINE_LAUNCHER="1", MASTER_ADDR="127.0.0.1", RANK="0", WORLD_SIZE="1")
     words = [sys.executable, str(repo_root / "train.py"), "quickstart", "--run-dir", str(tmp_path / "run")]
-    assert subprocess.run(words, env=gone, timeout=120, check=False).returncode == run.INTERRUPTED
+    assert subprocess.run(words, env=gone, timeout=120, check=False).returncode == INTERRUPTED
     assert not (tmp_path / "run").exists()
