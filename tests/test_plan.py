@@ -179,6 +179,12 @@ def test_deepspeeds_offload_takes_all_layer_inputs_but_the_last_two_off_a_gpu() 
     assert moved.peak_host_bytes - kept.peak_host_bytes == inputs_bytes[1]
 
 
+def test_a_plan_says_where_deepspeeds_offload_fails() -> None:
+    for config, fails in (("zero2", False), ("zero3", True)):
+        r = small("engine.name=deepspeed", f"engine.deepspeed_config={config}")
+        assert any("ZeRO-3" in note for note in planner.predict(r, CPU, "full+deepspeed_offload").notes) == fails
+
+
 @pytest.mark.parametrize("mode", ["none", "selective+mlp", "full", "full+attention+offload"])
 def test_a_plan_counts_flops_as_a_run_does(mode: str) -> None:
     r, gpu = small("seq_length=512", "model.attention=unfused"), planner.device("rtx-4090")

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from tools.words import count, size
 from training.planning import cuda_layout, planner, roofline
-from training.planning.planner import Device, ModePlan
+from training.planning.planner import Device, ModePlan, Planner
 from training.recipe import Recipe
 
 WIDE, NARROW = 150, 90  # columns of a terminal: all is shown from the first on, the least below the second
@@ -82,9 +82,7 @@ def explanation(
     plans: Sequence[ModePlan], recipe: Recipe, target: Device, world: int, shortest: int, width: int
 ) -> Iterator[str]:
     """What is not in the table, what its numbers mean, what they assume, and how far off they may be."""
-    for first in dict.fromkeys(one.same_as for one in plans if one.same_as):
-        others = ", ".join(one.mode for one in plans if one.same_as == first)
-        yield f"As {first} here: {others}: fused attention and tiles leave them nothing to do."
+    yield from same(plans, recipe, target)
     yield from too_large(plans, recipe, target, world, shortest)
     if hidden := left_out(width):
         yield f"Not shown below {WIDE} columns: {', '.join(hidden)}. JSON=plan.json writes everything."
@@ -112,6 +110,19 @@ def explanation(
         link = f"{target.gpu.link_bytes_per_s / 1e9:.0f} GB/s"
         yield f"{target.gpu.title}: {target.gpu.source}. Assumed of peak: {kernels}; copies to the host at {link}."
     yield from merged((one.mode, note) for one in plans if not one.same_as for note in one.step.notes)
+
+
+def same(plans: Sequence[ModePlan], recipe: Recipe, target: Device) -> Iterator[str]:
+    """A line for the modes that are the same as another, and why."""
+    lines: dict[tuple[str, str], list[str]] = {}
+    for one in plans:
+        if one.same_as:
+            own, other = (Planner(recipe, mode, target).effective_modes() for mode in (one.mode, one.same_as))
+            idle = "fused attention and tiles leave them nothing to do"
+            why = idle if own == other else "all that is predicted is the same"
+            lines.setdefault((one.same_as, why), []).append(one.mode)
+    for (first, why), modes in lines.items():
+        yield f"As {first} here: {', '.join(modes)}: {why}."
 
 
 def too_large(plans: Sequence[ModePlan], recipe: Recipe, target: Device, world: int, shortest: int) -> Iterator[str]:

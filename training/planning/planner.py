@@ -181,12 +181,20 @@ class Planner:
             by_name(kinds),
             int(self.reserved(peak + inputs)),
             memory_error=MEMORY_ERROR[self.device.kind],
-            notes=whole.notes,
+            notes=[*whole.notes, *self._fails()],
         )
         if self.cuda:
             result.allowances_bytes = cuda_layout.allowances(result.peak_device_bytes)
         self._add_time(result, whole, walked)
         return result
+
+    def _fails(self) -> Iterator[str]:
+        """What a real run of the mode would end with here."""
+        if any(mode.offload == "deepspeed" for mode in self.modes) and gathers(self.recipe, self.world_size):
+            yield (
+                f"mode {self.mode}: DeepSpeed's offload of activations fails in backward under ZeRO-3 (seen with "
+                "deepspeed 0.19.8 on a CPU); use full+offload"
+            )
 
     def _add_time(self, result: Prediction, whole: Step, walked: Walked) -> None:
         speed = speed_of(self.device, self.recipe)
