@@ -12,7 +12,9 @@ from model import host, recompute
 from tests.mode_steps import assert_same, gradients, make, step, train
 from tests.shapes import batch
 from training import world
+from training.choosing.settle import check
 from training.memory import Meter
+from training.recipe import RecipeError, load
 
 MODES = ["full+deepspeed_offload", "full+uniform2+deepspeed_offload", "full+sqrt+deepspeed_offload"]
 MIXED = [
@@ -179,3 +181,10 @@ def test_deepspeeds_switches_of_the_process_are_respected_or_refused(prepare, an
         [sys.executable, "-c", PROGRAM.format(prepare=prepare)], cwd=repo_root, capture_output=True, text=True
     )
     assert answer in ran.stdout, ran.stdout + ran.stderr
+
+
+def test_weights_that_come_and_go_are_refused_before_anything_is_made():
+    zero3 = load("quickstart", ["recompute=full+deepspeed_offload", "engine.deepspeed_config=zero3"])
+    with pytest.raises(RecipeError, match=r"ZeRO-3 or FSDP .* write \+offload instead"):
+        check(zero3, 1)
+    check(load("quickstart", ["recompute=full+deepspeed_offload", "engine.deepspeed_config=zero2"]), 1)
