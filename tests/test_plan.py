@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from model.gpt import GPTConfig, flops_per_token
 from model.modes import NAMED, parse_layers
 from model.tiling import Tiles
+from tools import accuracy
 from tools import plan as program
 from tools.real_step import real_step
 from training import recipe, world
@@ -287,16 +288,9 @@ def test_the_host_can_be_the_limit() -> None:
 # Published numbers
 
 
-@pytest.mark.parametrize(("mode", "expected"), [("none", 34 + 5 * 4 * 512 / 256), ("selective", 34.0), ("full", 2.0)])
-def test_kept_bytes_are_table_2_of_korthikanti(mode: str, expected: float) -> None:
-    tokens, hidden = 512, 256
-    style = {"normalization": "layernorm", "position_embedding": "learned", "activation": "gelu", "bias": True}
-    drop = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "attention": "unfused", "max_position_embeddings": tokens}
-    config = gpt(4, hidden_size=hidden, ffn_hidden_size=None, **style, **drop)
-    traced = trace(Job(config, tuple(parse_layers(mode, 4)), torch.bfloat16, 1, tokens, cuda=True))
-    starts = {part.mark[1]: part.start_bytes for part in traced.intervals if part.mark[0] == "forward"}
-    statistics = 0 if mode == "full" else 2 * 2 * 4 * tokens  # of two LayerNorms, which the paper leaves out
-    assert starts[2] - starts[1] - statistics == expected * tokens * hidden
+@pytest.mark.parametrize(("mode", "published"), accuracy.KORTHIKANTI.items())
+def test_kept_bytes_are_table_2_of_korthikanti(mode: str, published: float) -> None:
+    assert accuracy.korthikanti(mode) == published
 
 
 # The program

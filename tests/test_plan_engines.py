@@ -73,7 +73,7 @@ def test_planned_bytes_are_those_of_deepspeed(folder: Path) -> None:
     groups = [engine(f"zero{stage}", f"global_batch_size={size}") for stage in (0, 1, 2) for size in (2, 6)]
     groups += [engine("zero2-offload"), engine("@/bucket2.json")]
     groups += [engine("zero1", "recompute=full+deepspeed_offload", f"seq_length={length}") for length in (64, 512)]
-    groups += [engine("zero3"), engine("zero3-offload")]
+    groups += [engine("zero3"), engine("zero3-offload"), engine("zero3-offload-params")]
     check(folder, groups, ranks=1)
 
 

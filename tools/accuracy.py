@@ -44,7 +44,7 @@ STYLES = {
 LENGTHS = (96, 384)
 ENGINE_MODES, DEEPSPEEDS = ("none", "full", "full+attention+offload"), "full+deepspeed_offload"
 NUMBERS = ("peak_device_bytes", "after_forward_device_bytes", "peak_host_bytes")
-ENGINES = ("zero0", "zero1", "zero2", "zero2-offload", "zero3", "zero3-offload")
+ENGINES = ("zero0", "zero1", "zero2", "zero2-offload", "zero3", "zero3-offload", "zero3-offload-params")
 # ALST (arXiv 2506.13996): Llama-3.1-8B on one H100 of 80 GB, "500K" tokens: everything recomputed, layer inputs and
 # optimizer in host memory, loss and MLP in tiles; attention is not cut into groups of heads.
 ALST_TOKENS = 500_000

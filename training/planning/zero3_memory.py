@@ -132,7 +132,8 @@ class Coordinator:
     def __init__(self, engine: Zero3Memory) -> None:
         z = engine.zero
         self.engine = engine
-        self.whole = engine.world_size == 1 and not engine.param_offload  # the rank's part is all there is
+        # The rank's part is all there is; offloaded, a GPU needs a copy of it, a CPU does not.
+        self.whole = engine.world_size == 1 and not (engine.param_offload and engine.cuda)
         threshold = int(z.get("stage3_param_persistence_threshold", z.get("param_persistence_threshold", PERSISTENCE)))
         self.persistent = {name for name, n in engine.numel.items() if n <= threshold}
         self.prefetch_elements = int(z.get("stage3_prefetch_bucket_size", z.get("prefetch_bucket_size", PREFETCH)))
