@@ -107,6 +107,8 @@ NAMED = (
 def parse(name: str) -> Mode:
     """The mode a name stands for; ValueError says which word is wrong and which ones there are."""
     first, *words = name.split("+")
+    if len(name) > 200:
+        raise ValueError(f"mode {name[:40]!r}...: is longer than any mode; write one such as full+attention")
     if first.startswith("budget"):
         return _parse_budget(name)
     if first in RECOMPUTABLE:
@@ -126,7 +128,7 @@ def parse(name: str) -> Mode:
     groupings: list[tuple[str, int]] = []
     offload = None
     for word in words:
-        number = re.fullmatch(r"(uniform|block)([1-9][0-9]*)", word)
+        number = re.fullmatch(r"(uniform|block)([1-9][0-9]{0,5})", word)
         known = word in allowed and word not in ("uniformK", "blockN")
         if not known and not (number and first == "full"):
             raise ValueError(

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 import typing
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from training import recipe as recipes
 from training import strict_yaml
-from training.recipe import RecipeError, documentation, load, names, parse_size
+from training.recipe import RecipeError, check_runs_on, documentation, load, names, parse_size
 from training.schema import Model
 
 TINY = """\
@@ -26,6 +27,25 @@ model:
   hidden_size: 16
   num_attention_heads: 2
 """
+
+
+# Settings that become the size of a tensor, a loop or a wait; the others have the same bounds.
+BOUNDED = (
+    "seq_length",
+    "micro_batch_size",
+    "global_batch_size",
+    "steps",
+    "model.num_layers",
+    "model.hidden_size",
+    "model.num_attention_heads",
+    "model.ffn_hidden_size",
+    "model.vocab_size",
+    "data.workers",
+    "data.max_documents",
+    "evaluation.every_steps",
+    "checkpoint.keep",
+    "sweep.seq_max",
+)
 
 
 @pytest.fixture
@@ -206,6 +226,37 @@ def test_a_given_tokenizer_survives_the_round_trip(tiny, tmp_path):
         ("model.attention=flash", "did you mean flash_attn?"),
         ("name=010", "must be text"),
         ("data.sources=corpus.txt", "must be a list; write [corpus.txt]"),
+        ("data.sources=a, b", "must be a list; write [a, b]"),
+        ("data.sources='x]'", "must be a list; write ['x]']"),
+        ("data.sources=''", "must be a list; write [a, b]"),
+        ("data.sources=['']", "data.sources.0 = '': is empty; write a path"),
+        ('data.sources=["a\\0b"]', "holds a NUL; write a path"),
+        ('data.sources=["\\ud800"]', "half of a surrogate pair"),
+        ("data.sources=[" + 300 * "x" + "]", "is too long for a path"),
+        ("data.cache_dir=''", "is empty; write a path"),
+        ('data.cache_dir="a\\0b"', 'data.cache_dir = "a\\0b": holds a NUL; write a path'),
+        ("data.cache_dir=" + 3000 * "x/", "is too long for a path"),
+        ("engine.deepspeed_config=" + 5000 * "x", "is too long for a path"),
+        ("name=../../x", "must name a folder: up to 200 bytes of text, without /"),
+        ("name=a/b", "must name a folder"),
+        ("name=..", "must name a folder"),
+        ("name=.", "must name a folder"),
+        ('name="a\\0b"', "must name a folder"),
+        ('name="a\\nb"', 'name = "a\\nb": must name a folder'),
+        ("name=" + 67 * "\u20ac", "must name a folder"),
+        ("name=0", "must be text"),
+        ("name=!!bool maybe", "line 1, column 1: not a valid recipe: a tag (!!bool) has no place here"),
+        ("seed=!!float ''", "a tag (!!float) has no place here"),
+        ("model=!!map [a]", "a tag (!!map) has no place here"),
+        *((f"{key}={29 * '9'}", " or less") for key in BOUNDED),
+        ("tiles.mlp_tile_tokens=" + 29 * "9", "at most 2147483647"),
+        ("optimizer.lr=" + 400 * "9", "must be"),
+        ("budget=" + 400 * "9" + "GiB", "below 1073741824GiB"),
+        ("sweep.trial_timeout_s=1e300", "must be 10000000.0 or less"),
+        ("recompute=full+uniform" + 5000 * "9", "is longer than any mode"),
+        ("recompute=full+uniform9999999", "does not take 'uniform9999999'"),
+        (2000 * "a." + "b=1", "write dotted.key=value"),
+        ("data={a.b: 1}", "data.a.b = 1: unknown key; known here: name seq_length"),
         ("data.sources=[]", "must have at least one entry"),
         ("data.sources=[1]", "data.sources.0 = 1: must be text"),
         ("evaluation.every_steps=none", "`nothing` is written null"),
@@ -236,9 +287,10 @@ def test_a_given_tokenizer_survives_the_round_trip(tiny, tmp_path):
 )
 def test_a_wrong_override_is_named_with_what_to_write(tiny, override, says):
     message = error(tiny(), override)
-    assert f"override {override!r}: " in message
+    assert (f"override {override!r}: " if len(override) < 100 else f"override {override!r:.100}...") in message
     assert says in message
     assert "pydantic" not in message
+    assert len(message) < 1000
 
 
 @pytest.mark.parametrize(
@@ -268,6 +320,10 @@ def test_a_wrong_override_is_named_with_what_to_write(tiny, override, says):
         (["engine.name=torch", "engine.deepspeed_config=zero1"], "has no effect with engine.name torch"),
         (["engine.deepspeed_config=zerro1"], "there is no ds_configs/zerro1.json; did you mean zero1?"),
         (["engine.deepspeed_config=nowhere/x.json"], "there is no nowhere/x.json"),
+        (["engine.deepspeed_config=/dev/zero"], "is a device or a pipe, not a file; ds_configs/ has"),
+        (["recompute.plan=/tmp"], "recompute.plan = /tmp: is a folder, not a file"),
+        (['recompute.plan="a\\0b"'], "holds a NUL; write a path"),
+        (["model.attention=unfused", "seq_length=2147483647"], "makes tensors of over 2**56 numbers; write less"),
         (["recompute.plan=nowhere.json"], "recompute.plan = nowhere.json: there is no such file"),
     ],
 )
@@ -319,6 +375,53 @@ def test_a_missing_recipe_names_the_nearest_and_all():
     assert "there is no nowhere/x.yaml" in error("nowhere/x.yaml")
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("model.num_layers: 3", "model.num_layers = 3: a dot in a key is for the command line; write it nested: "),
+        ("model.num_layers: 3", "nested: model: {num_layers: 3}"),
+        ("model.num_layer: 3", "model.num_layer = 3: unknown key; did you mean model.num_layers?"),
+        ("a.b: {c.d: 1}", "a.b = {c.d: 1}: unknown key"),
+        ("name: !!bool maybe", "line 8, column 7: not a valid recipe: a tag (!!bool) has no place here"),
+        ("'': 3", "unknown key"),
+        ("x: " + 400 * "[" + 400 * "]", "not a valid recipe"),
+    ],
+)
+def test_a_dotted_key_or_a_tag_in_the_file_is_an_error_that_says_what_to_write(tiny, line, says):
+    path = tiny(line + "\n")
+    assert f"{path}: " in error(path) and says in error(path)
+    if "." in line:
+        assert f"{path}: " in error(path, "model.num_layers=4")  # the override is not to blame
+
+
+def test_a_recipe_that_is_no_file_is_called_what_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe.yaml")
+    os.symlink("loop.yaml", "loop.yaml")
+    assert f"recipe {tmp_path}: is a folder, not a file; write the path of a .yaml file" in error(tmp_path)
+    assert "is a device or a pipe, not a file" in error("./pipe.yaml")
+    assert "is a device or a pipe, not a file" in error("/dev/zero")
+    assert "there is no " in error("./loop.yaml")
+    assert error("").startswith("no recipe is named; write a path or one of the shipped recipes: ")
+    for name in (5000 * "x", "a/" + 5000 * "x", "a\0b", "a/b\0", "\udcff"):
+        assert ": there is no " in error(name) and len(error(name)) < 1000 and "\0" not in error(name)
+
+
+def test_of_very_many_problems_some_are_told(tiny):
+    message = error(tiny(), f"data.sources=[{'1,' * 1000}]")
+    assert message.count("\n") == 20 and message.endswith("there are more")
+
+
+def test_attention_without_a_kernel_on_the_device_is_an_error_before_anything_is_made(tiny):
+    dropout = load(tiny(), ["model.attention_dropout=0.1"])
+    check_runs_on(dropout, "cuda")
+    with pytest.raises(RecipeError, match=r"model.attention_dropout = 0.1: has no fused kernel on a CPU; write 0, or"):
+        check_runs_on(dropout, "cpu")
+    check_runs_on(load(tiny(), ["model.attention_dropout=0.1", "model.attention=unfused"]), "cpu")
+    with pytest.raises(RecipeError, match=r"model.attention = flash_attn: needs a GPU; write sdpa"):
+        check_runs_on(load(tiny(), ["model.attention=flash_attn"]), "cpu")
+
+
 # --- YAML and sizes
 
 
@@ -335,6 +438,7 @@ def test_yaml_has_no_traps():
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.text(), scalars | st.lists(scalars)))
 def test_what_is_written_is_read_back(value):
     assert strict_yaml.read(strict_yaml.write(value)) == value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import sys
 import types
@@ -17,10 +18,13 @@ from pydantic.fields import FieldInfo
 
 from training import strict_yaml
 from training.schema import ROOT, Recipe, RecipeError
+from training.sources import no_file
 from training.strict_yaml import show
 from training.values import Plan, parse_size
 
-__all__ = ["Recipe", "RecipeError", "documentation", "load", "names", "parse_size"]
+__all__ = ["Recipe", "RecipeError", "check_runs_on", "documentation", "load", "names", "parse_size"]
+
+_TOLD = 20  # problems of one recipe that are told at once
 
 
 def names() -> list[str]:
@@ -38,7 +42,7 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     overridden: dict[str, str] = {}
     for override in overrides:
         overridden[_apply(raw, override)] = override
-    if not raw.get("name"):
+    if raw.get("name") in ("", None):
         raw["name"] = file.stem
     try:
         recipe = Recipe.model_validate(raw)
@@ -46,6 +50,16 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         raise RecipeError("\n".join(_explain(error, raw, overridden, file))) from None
     _check_files(recipe)
     return recipe
+
+
+def check_runs_on(recipe: Recipe, device: str) -> None:
+    """Before anything is prepared: RecipeError for what has no kernel on a `device`, which is cuda or cpu."""
+    model = recipe.model
+    if device == "cpu" and model.attention == "sdpa" and model.attention_dropout:
+        problem = "has no fused kernel on a CPU; write 0, or model.attention: unfused"
+        raise recipe.error("model.attention_dropout", problem)
+    if device == "cpu" and model.attention == "flash_attn":
+        raise recipe.error("model.attention", "needs a GPU; write sdpa")
 
 
 def documentation() -> list[tuple[str, str, str, str]]:
@@ -61,11 +75,15 @@ def _find(path: str | Path) -> Path:
     text = str(path)
     is_path = "/" in text or text.endswith((".yaml", ".yml"))
     file = Path(path) if is_path else ROOT / "recipes" / f"{text}.yaml"
-    if file.is_file():
+    if os.path.isfile(file):
         return file
     known = names()
-    hint = _did_you_mean(file.stem, known)
-    raise RecipeError(f"recipe {text}: there is no {_short(file)}{hint or ';'} shipped recipes: {' '.join(known)}")
+    problem = f"there is no {_short(file)}{_did_you_mean(file.stem, known)}"
+    if not text.strip():
+        raise RecipeError(f"no recipe is named; write a path or one of the shipped recipes: {' '.join(known)}")
+    if is_path and os.path.exists(file):
+        problem = f"{no_file(file)}; write the path of a .yaml file"
+    raise RecipeError(f"recipe {_cut(text)}: {problem}; shipped recipes: {' '.join(known)}")
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -85,18 +103,19 @@ def _read(file: Path) -> dict[str, Any]:
 def _apply(raw: dict[str, Any], override: str) -> str:
     key, equals, text = override.partition("=")
     key = key.strip()
-    if not equals or not all(key.split(".")):
-        raise RecipeError(f"override {override!r}: write dotted.key=value, for example model.num_layers=4")
+    shown = f"override {_cut(repr(override))}"
+    if not equals or not all(key.split(".")) or key.count(".") > 9:
+        raise RecipeError(f"{shown}: write dotted.key=value, for example model.num_layers=4")
     try:
         value = strict_yaml.read(text)
     except yaml.YAMLError as error:
-        raise RecipeError(f"override {override!r}: {_yaml_problem(error)}") from None
+        raise RecipeError(f"{shown}: {_yaml_problem(error)}") from None
     *sections, last = key.split(".")
     for depth, section in enumerate(sections, start=1):
         raw = raw.setdefault(section, {})
         if not isinstance(raw, dict):
             at = ".".join(sections[:depth])
-            raise RecipeError(f"override {override!r}: {at} is {show(raw)} here, which has no settings")
+            raise RecipeError(f"{shown}: {at} is {show(raw)} here, which has no settings")
     raw[last] = value
     return key
 
@@ -109,13 +128,15 @@ def _yaml_problem(error: yaml.YAMLError) -> str:
 
 def _check_files(recipe: Recipe) -> None:
     config = recipe.deepspeed_config_path
-    if config is not None and not config.is_file():
+    if config is not None and not os.path.isfile(config):
         known = sorted(path.stem for path in (ROOT / "ds_configs").glob("*.json"))
         hint = _did_you_mean(config.stem, known)
-        problem = f"there is no {_short(config)}{hint}; ds_configs/ has {' '.join(known)}"
+        problem = no_file(config) if os.path.exists(config) else f"there is no {_short(config)}{hint}"
+        problem += f"; ds_configs/ has {' '.join(known)}"
         raise recipe.error("engine.deepspeed_config", problem)
-    if isinstance(recipe.recompute, Plan) and not Path(recipe.recompute.plan).is_file():
-        raise recipe.error("recompute.plan", "there is no such file; name an existing plan, or write a mode")
+    if isinstance(recipe.recompute, Plan) and not os.path.isfile(recipe.recompute.plan):
+        problem = no_file(recipe.recompute.plan)
+        raise recipe.error("recompute.plan", f"{problem}; name an existing plan, or write a mode")
 
 
 def _explain(error: ValidationError, raw: dict[str, Any], overridden: dict[str, str], file: Path) -> Iterator[str]:
@@ -123,23 +144,30 @@ def _explain(error: ValidationError, raw: dict[str, Any], overridden: dict[str, 
     explained: list[str] = []
     for problem in error.errors():  # a list's entries come before the list that they make too short
         kind, context = problem["type"], problem.get("ctx", {})
-        key = context["key"] if kind == "contradiction" else ".".join(str(part) for part in problem["loc"])
+        parts = context["key"].split(".") if kind == "contradiction" else [str(part) for part in problem["loc"]]
+        key = ".".join(parts)
+        if len(explained) == _TOLD:
+            yield f"{_short(file)}: there are more"
+            return
         if any(inner.startswith(f"{key}.") for inner in explained):
             continue
         explained.append(key)
-        value = _look_up(raw, key)
-        by = [text for name, text in overridden.items() if f"{key}.".startswith(f"{name}.")]
-        if kind == "extra_forbidden":
+        value = _look_up(raw, parts)
+        dotted = kind == "extra_forbidden" and "." in parts[-1]  # only in a file, or inside an override's {}
+        place = ".".join(parts[:-1]) if dotted else key
+        by = [text for name, text in overridden.items() if f"{place}.".startswith(f"{name}.")]
+        if kind == "extra_forbidden" and not dotted:
             by += [text for name, text in overridden.items() if name.startswith(f"{key}.")]
-        where = f"override {by[-1]!r}" if by else _short(file)
+        where = f"override {_cut(repr(by[-1]))}" if by else _short(file)
         shown = "" if kind == "missing" else f" = {show(value)}"
-        yield f"{where}: {key}{shown}: {_advice(kind, key, value, context) or problem['msg']}"
+        advice = _nested(key, value) if dotted and key in _FIELDS else _advice(kind, key, value, context)
+        yield f"{where}: {_cut(key)}{shown}: {advice or problem['msg']}"
 
 
-def _look_up(raw: Any, key: str) -> Any:
-    """The value at a dotted key: as written, or else its default."""
-    value = raw
-    for part in key.split("."):
+def _look_up(raw: Any, parts: list[str]) -> Any:
+    """The value at a key, given as its parts: as written, or else its default."""
+    value, key = raw, ".".join(parts)
+    for part in parts:
         if isinstance(value, list) and part.isdigit():
             value = value[int(part)]
         elif isinstance(value, dict) and part in value:
@@ -147,6 +175,12 @@ def _look_up(raw: Any, key: str) -> Any:
         else:
             return _FIELDS[key].default if key in _FIELDS else None
     return value
+
+
+def _nested(key: str, value: Any) -> str:
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return f"a dot in a key is for the command line; write it nested: {show(value)[1:-1]}"
 
 
 def _advice(kind: str, key: str, value: Any, context: dict[str, Any]) -> str:
@@ -162,7 +196,8 @@ def _advice(kind: str, key: str, value: Any, context: dict[str, Any]) -> str:
         choices = _type_name(_FIELDS[key])
         return f"must be one of {choices}{_did_you_mean(str(value), choices.split(' | '))}"
     if kind == "tuple_type" and isinstance(value, str):
-        return f"must be a list; write [{value}]"
+        entries = [entry.strip() for entry in value.split(",") if entry.strip()]
+        return f"must be a list; write {show(entries or ['a', 'b'])}"
     if kind == "model_type":
         section = _section(_FIELDS[key])
         return f"must be a section of settings: {' '.join(section.model_fields) if section else ''}"
@@ -205,7 +240,7 @@ def _nearest_key(key: str) -> str:
         match = difflib.get_close_matches(last, list(known), n=1, cutoff=cutoff)
         if match:
             return f"; did you mean {known[match[0]]}?"
-    return f"; known here: {' '.join(beside)}"
+    return f"; known here: {' '.join(beside or Recipe.model_fields)}"
 
 
 def _fields(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -250,10 +285,13 @@ def _annotation_name(annotation: Any) -> str:
 
 def _short(file: Path) -> str:
     """Path from the current folder when it lies below it."""
-    try:
-        return str(file.resolve().relative_to(Path.cwd()))
-    except ValueError:
-        return str(file)
+    path = Path(os.path.abspath(file))
+    return _cut(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else file))
+
+
+def _cut(text: str) -> str:
+    text = text if text.isprintable() else repr(text)
+    return text if len(text) <= 200 else f"{text[:100]}...{text[-50:]}"
 
 
 def _markdown() -> str:

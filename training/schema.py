@@ -10,7 +10,22 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from training import strict_yaml
-from training.values import Attentions, ModeNames, Names, Recompute, Section, Size, Tile, parse_size
+from training.values import (
+    LARGEST,
+    Attentions,
+    Count,
+    FileName,
+    ModeNames,
+    Paths,
+    PathText,
+    Positive,
+    Recompute,
+    Section,
+    Size,
+    Tile,
+    Width,
+    parse_size,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -22,18 +37,18 @@ class RecipeError(ValueError):
 class Model(Section):
     """The fields of model.gpt.GPTConfig, by the same names and defaults (a test holds the two equal)."""
 
-    num_layers: int = Field(gt=0, description="Transformer layers.")
-    hidden_size: int = Field(gt=0, description="Width C of the residual stream.")
-    num_attention_heads: int = Field(gt=0, description="Query heads H; must divide hidden_size.")
-    num_query_groups: int | None = Field(
-        None, gt=0, description="Key/value heads (GQA); must divide num_attention_heads. null: one per head."
+    num_layers: int = Field(gt=0, le=512, description="Transformer layers.")
+    hidden_size: Width = Field(description="Width C of the residual stream.")
+    num_attention_heads: Width = Field(description="Query heads H; must divide hidden_size.")
+    num_query_groups: Width | None = Field(
+        None, description="Key/value heads (GQA); must divide num_attention_heads. null: one per head."
     )
-    ffn_hidden_size: int | None = Field(None, gt=0, description="Width F of the MLP. null: 4 * hidden_size.")
+    ffn_hidden_size: int | None = Field(None, gt=0, le=2**22, description="Width F of the MLP. null: 4 * hidden_size.")
     vocab_size: int | None = Field(
-        None, gt=0, description="Rows V of the embedding; may exceed the tokenizer's ids. null: just those."
+        None, gt=0, le=2**24, description="Rows V of the embedding; may exceed the tokenizer's ids. null: just those."
     )
-    max_position_embeddings: int | None = Field(
-        None, gt=0, description="Rows of the learned position table; unused by rope. null: seq_length."
+    max_position_embeddings: Positive | None = Field(
+        None, description="Rows of the learned position table; unused by rope. null: seq_length."
     )
     normalization: Literal["layernorm", "rmsnorm"] = Field("rmsnorm", description="Norm before each part.")
     position_embedding: Literal["learned", "rope"] = Field("rope", description="How positions enter.")
@@ -53,14 +68,14 @@ class Model(Section):
 
 
 class Data(Section):
-    sources: Names = Field(
+    sources: Paths = Field(
         ("python-stdlib",),
         min_length=1,
         description="Files, folders or globs of text, .jsonl or .parquet (.gz, .zst too); or the word"
         " python-stdlib: the Python standard library's own sources, found on this machine.",
     )
     text_column: str = Field("text", description="Field (.jsonl) or column (.parquet) that holds the text.")
-    tokenizer: str | None = Field(
+    tokenizer: PathText | None = Field(
         None, description="A sentencepiece .model file. null: one is trained on a sample of the sources."
     )
     tokenizer_vocab_size: int = Field(
@@ -69,10 +84,12 @@ class Data(Section):
     validation_fraction: float = Field(
         0.05, gt=0, lt=1, description="Share of documents for validation, chosen by a hash of their text."
     )
-    max_documents: int | None = Field(None, ge=2, description="Only the first so many documents. null: all.")
-    cache_dir: str = Field("data", description="Folder of prepared data; relative: in the repository.")
+    max_documents: int | None = Field(
+        None, ge=2, le=LARGEST, description="Only the first so many documents. null: all."
+    )
+    cache_dir: PathText = Field("data", description="Folder of prepared data; relative: in the repository.")
     workers: int | None = Field(
-        None, gt=0, description="Processes that tokenise; any number gives the same result. null: all cores."
+        None, gt=0, le=1024, description="Processes that tokenise; any number gives the same result. null: all cores."
     )
 
 
@@ -87,15 +104,15 @@ class Optimizer(Section):
     schedule: Literal["cosine", "wsd", "constant"] = Field(
         "cosine", description="After warmup. cosine: down to min_lr; wsd: constant, then linear to min_lr."
     )
-    warmup_steps: int = Field(0, ge=0, description="Steps of linear warmup; at most steps.")
-    decay_steps: int | None = Field(
-        None, gt=0, description="Only for wsd: steps of the final decay. null: a tenth of steps."
+    warmup_steps: Count = Field(0, description="Steps of linear warmup; at most steps.")
+    decay_steps: Positive | None = Field(
+        None, description="Only for wsd: steps of the final decay. null: a tenth of steps."
     )
 
 
 class Engine(Section):
     name: Literal["deepspeed", "torch"] = Field("deepspeed", description="Who runs the optimizer step.")
-    deepspeed_config: str | None = Field(
+    deepspeed_config: PathText | None = Field(
         None, description="Only for deepspeed: a name in ds_configs/ or a .json path. null: ZeRO stage 0."
     )
 
@@ -107,17 +124,17 @@ class Tiles(Section):
 
 
 class Evaluation(Section):
-    every_steps: int | None = Field(None, gt=0, description="Validate so often. null: only at the end.")
-    batches: int = Field(8, ge=0, description="Micro-batches per validation, over all ranks. 0: no validation.")
+    every_steps: Positive | None = Field(None, description="Validate so often. null: only at the end.")
+    batches: Count = Field(8, description="Micro-batches per validation, over all ranks. 0: no validation.")
 
 
 class Checkpoint(Section):
-    every_steps: int | None = Field(None, gt=0, description="Save so often. null: only at the end.")
-    keep: int = Field(2, ge=0, description="Newest checkpoints kept on disk. 0: none is saved.")
+    every_steps: Positive | None = Field(None, description="Save so often. null: only at the end.")
+    keep: Count = Field(2, description="Newest checkpoints kept on disk. 0: none is saved.")
 
 
 class Log(Section):
-    every_steps: int = Field(1, gt=0, description="Write metrics so often.")
+    every_steps: Positive = Field(1, description="Write metrics so often.")
     memory: bool = Field(
         False, description="Write memory.json: live memory over the last step. On a GPU such a step is slow."
     )
@@ -131,17 +148,19 @@ class Sweep(Section):
         description="Compared.",
     )
     attention: Attentions = Field((), description="Each with all modes. Empty: model.attention.")
-    granularity: int = Field(256, gt=0, description="Lengths tried are multiples of it, in tokens.")
-    seq_max: int = Field(1048576, gt=0, description="Longest length tried, in tokens.")
-    steps: int = Field(2, ge=2, description="Optimizer steps a length must survive.")
-    timing_steps: int = Field(5, ge=5, description="Optimizer steps of a trial that is timed.")
-    timing_rounds: int = Field(1, gt=0, description="How often each mode is timed at each length, in turn.")
-    minutes: float | None = Field(None, gt=0, description="No more speeds are measured after it. null: all are.")
-    trial_timeout_s: float = Field(3600.0, gt=0, description="A trial that takes longer is ended.")
+    granularity: Positive = Field(256, description="Lengths tried are multiples of it, in tokens.")
+    seq_max: Positive = Field(1048576, description="Longest length tried, in tokens.")
+    steps: int = Field(2, ge=2, le=LARGEST, description="Optimizer steps a length must survive.")
+    timing_steps: int = Field(5, ge=5, le=LARGEST, description="Optimizer steps of a trial that is timed.")
+    timing_rounds: Positive = Field(1, description="How often each mode is timed at each length, in turn.")
+    minutes: float | None = Field(
+        None, gt=0, le=10**6, description="No more speeds are measured after it. null: all are."
+    )
+    trial_timeout_s: float = Field(3600.0, gt=0, le=10**7, description="A trial that takes longer is ended.")
 
 
 class Targets(Section):
-    longest_context_tokens: int | None = Field(None, gt=0, description="At least this longest context.")
+    longest_context_tokens: Positive | None = Field(None, description="At least this longest context.")
     tokens_per_s: float | None = Field(None, gt=0, description="At least this speed.")
     peak_device_gib: float | None = Field(None, gt=0, description="At most this peak of device memory, GiB.")
     overhead: float | None = Field(None, gt=0, description="At most this step time relative to mode none.")
@@ -149,14 +168,13 @@ class Targets(Section):
 
 
 class Recipe(Section):
-    name: str = Field("", description="Names the run folder. Empty: the file's name.")
-    seq_length: int = Field(gt=0, description="Tokens per sample, T.")
-    micro_batch_size: int = Field(1, gt=0, description="Sequences per forward pass and rank, B.")
-    global_batch_size: int = Field(
-        gt=0,
+    name: FileName = Field("", description="Names the run folder. Empty: the file's name.")
+    seq_length: Positive = Field(description="Tokens per sample, T.")
+    micro_batch_size: Positive = Field(1, description="Sequences per forward pass and rank, B.")
+    global_batch_size: Positive = Field(
         description="Sequences per optimizer step: a multiple of micro_batch_size * ranks.",
     )
-    steps: int = Field(gt=0, description="Optimizer steps of the run.")
+    steps: Positive = Field(description="Optimizer steps of the run.")
     seed: int = Field(1234, ge=0, lt=2**63, description="Seed of weights, data order and dropout.")
     precision: Literal["bf16", "fp32"] = Field(
         "bf16", description="bf16: bf16 weights, fp32 master weights and optimizer state; or fp32 throughout."
@@ -283,6 +301,12 @@ def _contradictions(r: Recipe) -> Iterator[tuple[str, str]]:
         yield "model.attention", "flash_attn has no fp32; write sdpa, or precision: bf16"
     if r.engine.deepspeed_config is not None and r.engine.name != "deepspeed":
         yield "engine.deepspeed_config", f"has no effect with engine.name {r.engine.name}; write null"
+    # Its bytes, and the sum of many such, still have to be numbers that torch can hold.
+    widest = max(m.hidden_size, m.ffn_hidden_size or 4 * m.hidden_size, m.vocab_size or ids)
+    if m.attention == "unfused":
+        widest = max(widest, m.num_attention_heads * r.seq_length)
+    if r.micro_batch_size * r.seq_length * widest > 2**56:
+        yield "seq_length", f"times {r.micro_batch_size} sequences makes tensors of over 2**56 numbers; write less"
     if isinstance(r.recompute, tuple) and len(r.recompute) != m.num_layers:
         problem = f"names {len(r.recompute)} modes for model.num_layers = {m.num_layers}; name one per layer"
         yield "recompute", problem

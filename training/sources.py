@@ -9,6 +9,7 @@ import codecs
 import glob
 import json
 import os
+import stat
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -49,6 +50,17 @@ class Part(NamedTuple):
     last: bool
 
 
+def no_file(path: str | Path) -> str:
+    """Why there is nothing to read at a path that `os.path.isfile` denies."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return "there is no such file"
+    except (OSError, ValueError) as error:
+        return f"there is no file that can be read ({getattr(error, 'strerror', error)})"
+    return "is a folder, not a file" if stat.S_ISDIR(mode) else "is a device or a pipe, not a file"
+
+
 def find(sources: Iterable[str]) -> list[SourceFile]:
     """Every file the sources name, each once, in the order of the sources, then by path. Raises DataError."""
     found: dict[Path, SourceFile] = {}
@@ -83,6 +95,7 @@ def read(file: SourceFile, text_column: str, advance: Advance = lambda n: None) 
 
 def sample(files: list[SourceFile], text_column: str, size: int) -> Iterator[str]:
     """About `size` characters from the beginnings of files spread over all of them; always the same ones."""
+    files = [file for file in files if file.size_bytes]
     files = files[:: -(-len(files) // 2000)]
     for at, file in enumerate(files):
         share = size // (len(files) - at)  # what short files leave over goes to the ones after them
@@ -103,15 +116,17 @@ def _paths(source: str) -> list[Path]:
             raise DataError(f"data.sources: {STDLIB}: no .py files in {root}; name files of your own instead")
         return paths
     path = Path(os.path.abspath(os.path.expanduser(source)))
-    if path.is_file():
+    if os.path.isfile(path):
         return [path]
-    if path.is_dir():
+    if os.path.isdir(path):
         paths = _walk(path, lambda folder: True, _is_text)
         if not paths:
             endings = " ".join(sorted(TEXT_SUFFIXES))
             raise DataError(f"data.sources: {source}: no file in this folder ends in {endings} (or .gz .zst)")
         return paths
     paths = sorted(Path(match) for match in glob.glob(str(path), recursive=True) if os.path.isfile(match))
+    if not paths and os.path.exists(path):
+        raise DataError(f"data.sources: {source}: {no_file(path)}; name a file or a folder")
     if not paths:
         raise DataError(f"data.sources: {source}: there is no such file or folder, nor does it match any")
     return paths
@@ -122,7 +137,7 @@ def _walk(root: Path, enter: Callable[[str], bool], take: Callable[[str], bool])
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".") and enter(name)]
         paths += [Path(folder, name) for name in names if not name.startswith(".") and take(name)]
-    return sorted(path for path in paths if path.is_file())
+    return sorted(path for path in paths if os.path.isfile(path))
 
 
 def _is_text(name: str) -> bool:
@@ -133,10 +148,10 @@ def _is_text(name: str) -> bool:
 
 def _stat(path: Path) -> SourceFile:
     try:
-        stat = path.stat()
+        info = path.stat()
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    return SourceFile(path, stat.st_size, stat.st_mtime_ns)
+    return SourceFile(path, info.st_size, info.st_mtime_ns)
 
 
 def _unpack(path: Path, packed: str, advance: Advance) -> Iterator[bytes]:

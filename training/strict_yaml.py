@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -28,6 +29,13 @@ def _use_scalars(cls: Any) -> None:
 
 
 class _Loader(yaml.SafeLoader):
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        if tag := getattr(event, "tag", None):  # `!!bool maybe` is a KeyError inside yaml, and others are like it
+            problem = f"a tag ({tag.replace('tag:yaml.org,2002:', '!!')}) has no place here; write the value alone"
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
+        return super().compose_node(parent, index)
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         mapping: dict[str, Any] = {}
         lines: dict[str, int] = {}
@@ -72,4 +80,6 @@ def show(value: Any) -> str:
         value = list(value)
     text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, width=10**6)
     text = text.removesuffix("...\n").strip()
+    if "\n" in text:
+        text = json.dumps(value) if isinstance(value, str) else " ".join(text.split())
     return text if len(text) <= 80 else text[:77] + "..."
