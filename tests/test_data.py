@@ -162,13 +162,29 @@ BAD = {
 }
 
 
+GOOD = b"".join(json.dumps({"text": STDLIB_TEXT[n * 90 : n * 90 + 200]}).encode() + b"\n" for n in range(60))
+for name, tail, message in (
+    ("late", b'{"text": "a', ":61: not JSON: "),
+    ("nan", b'{"text": NaN}\n', ":61: 'text' is float, not text"),
+    ("list", b'{"text": ["a"]}\n', ":61: 'text' is list, not text"),
+    ("nested", b'{"text": ' + b"[" * 200_000, ":61: not JSON"),
+    ("huge", b'{"text": ' + b"9" * 5000 + b"}", ":61: not JSON"),
+    ("utf8", b'{"text": "\xe2\x82', ":61: not UTF-8 .0xe2"),
+):
+    BAD[f"{name}.jsonl"] = (GOOD + tail, f"{name}.jsonl{message}")
+BAD["short.jsonl.gz"] = (gzip.compress(GOOD)[:-9], "short.jsonl.gz:[0-9]+: .* is cut short here")
+BAD["trail.jsonl.gz"] = (gzip.compress(GOOD) + b"garbage", "trail.jsonl.gz:61: the .gz file is damaged here")
+SMALL = {"same.jsonl"}  # too little to train a tokenizer on, and that is said first
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_an_error_that_names_the_file_and_leaves_nothing(name, tmp_path, settings) -> None:
     content, message = BAD[name]
     (tmp_path / name).write_bytes(content)
     for tokenizer in ({}, {"tokenizer": None, "tokenizer_vocab_size": 300}):
         given = settings(tmp_path / name, **tokenizer)
-        with pytest.raises(DataError, match=None if tokenizer else message):
+        small = tokenizer and name in SMALL
+        with pytest.raises(DataError, match="this text allows at most" if small else message):
             prepare(given)
         assert left_in(given) == []
 
@@ -179,19 +195,25 @@ def test_bad_input_is_an_error_that_names_the_file_and_leaves_nothing(name, tmp_
         ({"body": ["a", "b"]}, "a.parquet: no column 'text', the file has body; set data.text_column"),
         ({"text": ["a", None]}, "a.parquet: row 2: 'text' is NoneType, not text"),
         ({"text": [1, 2]}, "a.parquet: row 1: 'text' is int, not text"),
+        ({"text": pyarrow.array([], pyarrow.string())}, "a.parquet: no document holds any text"),
+        ({"text": ["", ""]}, "a.parquet: no document holds any text"),
     ],
 )
 def test_a_parquet_file_without_text_is_an_error_that_names_the_row(columns, message, tmp_path, settings) -> None:
     parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=message):
-        prepare(settings(tmp_path / "a.parquet"))
+    for tokenizer in ({}, {"tokenizer": None, "tokenizer_vocab_size": 300}):
+        with pytest.raises(DataError, match=message):
+            prepare(settings(tmp_path / "a.parquet", **tokenizer))
 
 
 def test_a_source_that_is_not_there_is_an_error(tmp_path: Path, settings) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "image.png").write_bytes(b"x")
+    os.mkfifo(tmp_path / "pipe")
     for source, message in (
         (tmp_path / "missing.txt", "missing.txt: there is no such file or folder"),
+        (tmp_path / "pipe", "pipe: is a device or a pipe, not a file; name a file or a folder"),
+        ("/dev/zero", "/dev/zero: is a device or a pipe, not a file"),
         (tmp_path / "*.rs", "there is no such file or folder, nor does it match any"),
         (tmp_path / "folder", "no file in this folder ends in .bash .c"),
     ):
@@ -225,12 +247,12 @@ def test_a_document_longer_than_a_block_has_the_ids_of_the_whole(tmp_path, setti
     """CASES 34, for documents read in chunks and for one long record."""
     text = STDLIB_TEXT + "".join(AWKWARD) + "x" * 9000 + " " * 9000 + "".join(STDLIB_TEXT.split())
     (tmp_path / "a.txt").write_bytes(text.encode())
-    write_jsonl(tmp_path / "b.jsonl", [text, "another"])
+    write_jsonl(tmp_path / "b.jsonl", [text, "another", "ab " * 20_000])
     monkeypatch.setattr(tokenise_module, "BLOCK", 20_000)
     monkeypatch.setattr(sources_module, "_CHUNK_BYTES", {"": 777})
     dataset = Dataset(prepare(settings(tmp_path / "a.txt", tmp_path / "b.jsonl")))
     assert dataset.document(0).tolist() == dataset.tokenizer.encode(text).tolist()
-    assert documents(dataset) == [text, text, "another"]
+    assert documents(dataset) == [text, text, "another", "ab " * 20_000]
 
 
 def test_the_number_of_processes_does_not_change_a_byte(settings, texts, tmp_path, monkeypatch) -> None:
@@ -419,6 +441,27 @@ def test_an_id_beyond_the_vocabulary_is_an_error_that_names_the_token(dataset: D
     with pytest.raises(DataError, match=rf"tokens.npy: token {number} is id 500, beyond the vocabulary of 500"):
         for index in range(len(batches)):
             batches.batch(index)
+
+
+def test_what_a_killed_process_left_in_its_work_folder_is_no_hindrance(settings, texts: Path, monkeypatch) -> None:
+    given = settings(texts)
+    folder = prepare(given)
+    folder.rename(folder.with_suffix(".tmp"))
+    (folder.with_suffix(".tmp") / "a" / "b").mkdir(parents=True)
+    (folder.with_suffix(".tmp") / "link").symlink_to(texts)
+    assert prepare(given) == folder
+    assert left_in(given) == [folder.name]
+    assert len(list(folder.iterdir())) == 6 and len(list(texts.iterdir())) == 40
+
+
+def test_a_cache_that_cannot_be_is_named_by_its_setting(settings, texts: Path) -> None:
+    file = texts / "00.txt"
+    for cache in (file, file / "inside"):
+        given = settings(texts, cache_dir=str(cache))
+        with pytest.raises(DataError, match=f"data.cache_dir = {cache}: .*; name a folder that can be made"):
+            prepare(given)
+    with pytest.raises(DataError, match="data.cache_dir = ~nobody-here/x: there is no such user"):
+        prepare(settings(texts, cache_dir="~nobody-here/x"))
 
 
 # Batches

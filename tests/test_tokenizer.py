@@ -178,8 +178,10 @@ def test_a_file_that_is_no_whole_model_is_named(tmp_path, model: bytes) -> None:
         path.write_bytes(content)
         with pytest.raises(DataError, match="given.model: not a whole sentencepiece"):
             Tokenizer.load(path)
-    with pytest.raises(DataError, match="missing.model: cannot be read: No such file"):
+    with pytest.raises(DataError, match="missing.model: there is no such file; name a sentencepiece"):
         Tokenizer.load(tmp_path / "missing.model")
+    with pytest.raises(DataError, match="/dev/zero: is a device or a pipe, not a file"):
+        Tokenizer.load("/dev/zero")
 
 
 def test_a_model_that_loses_text_is_an_error_not_a_loss(model: bytes) -> None:
@@ -219,6 +221,18 @@ def test_training_gives_the_same_model_for_the_same_text_and_is_quiet(capfd: pyt
 def test_a_size_the_text_does_not_allow_is_an_error_that_says_which_would(texts, size, advice) -> None:
     with pytest.raises(DataError, match=advice):
         train(texts, size)
+
+
+@pytest.mark.parametrize("error", [DataError("damaged"), OSError("gone"), KeyboardInterrupt()])
+@pytest.mark.parametrize("before", [[], [TEXT]])
+def test_what_the_texts_raise_comes_before_what_the_trainer_makes_of_it(error, before) -> None:
+    def texts():
+        yield from before
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        train(texts(), 400)
+    assert caught.value is error
 
 
 def test_indentation_is_few_tokens(tokenizer: Tokenizer) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -42,14 +43,17 @@ def prepare(data: Data, show: bool = False) -> Path:
     tokenizer = Tokenizer.load(data.tokenizer) if data.tokenizer else None
     settings = _settings(data, tokenizer)
     key = _key(settings, files)
-    folder = ROOT / Path(data.cache_dir).expanduser() / key
-    if not folder.exists():
+    cache = os.path.expanduser(data.cache_dir)
+    if cache.startswith("~"):
+        raise DataError(f"data.cache_dir = {cache}: there is no such user; name a folder, or write ./{cache}")
+    folder = ROOT / cache / key
+    if not os.path.exists(folder):  # unlike Path.exists it raises nothing, whatever is on the way there
         try:
             with _building(folder, show) as work:
                 if work:
                     _fill(work, key, data, settings, files, tokenizer, show)
         except OSError as error:
-            raise _disk_error(error, folder) from None
+            raise _disk_error(error, data.cache_dir, folder) from None
     Dataset(folder)
     return folder
 
@@ -202,7 +206,7 @@ def _building(folder: Path, show: bool) -> Iterator[Path | None]:
 def _built(work: Path, folder: Path) -> Iterator[Path]:
     try:
         for left in work.iterdir():
-            left.unlink()
+            shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
         yield work
         _sync(work)
         work.rename(folder)
@@ -241,7 +245,11 @@ def _fill(
     """All files of a dataset, into the work folder."""
     began = time.monotonic()
     if tokenizer is None:
-        tokenizer = Tokenizer(train(sample(files, data.text_column, SAMPLE), data.tokenizer_vocab_size))
+        texts = filter(None, sample(files, data.text_column, SAMPLE))
+        first = next(texts, None)
+        if first is None:
+            raise _no_text(data)
+        tokenizer = Tokenizer(train(itertools.chain([first], texts), data.tokenizer_vocab_size))
         if show:
             took_s = time.monotonic() - began
             print(f"Trained a tokenizer of {tokenizer.vocab_size} ids in {took_s:.1f} s", file=sys.stderr)
@@ -280,7 +288,7 @@ def _validation(done: Tokenised, data: Data) -> np.ndarray:
     """
     sources = " ".join(data.sources)
     if not len(done.ends):
-        raise DataError(f"data.sources: {sources}: no document holds any text")
+        raise _no_text(data)
     lengths = np.diff(done.ends, prepend=0)
     others = done.digests != done.digests[np.argmax(lengths)]
     if not others.any():
@@ -305,8 +313,14 @@ def _counts(dataset: Dataset) -> np.ndarray:
     return counts
 
 
-def _disk_error(error: OSError, folder: Path) -> DataError:
+def _no_text(data: Data) -> DataError:
+    return DataError(f"data.sources: {' '.join(data.sources)}: no document holds any text")
+
+
+def _disk_error(error: OSError, cache_dir: str, folder: Path) -> DataError:
     problem = error.strerror or str(error)
+    if error.errno in (errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG):
+        return DataError(f"data.cache_dir = {cache_dir}: {problem}; name a folder that can be made or written to")
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         problem += "; token files take 2 to 4 bytes per token: free some or set data.cache_dir"
     return DataError(f"{error.filename or folder}: {problem}; nothing half-written is left behind")

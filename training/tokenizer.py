@@ -8,6 +8,7 @@ normalisation is switched off, and every word is checked when it is first met: a
 from __future__ import annotations
 
 import io
+import os
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 
-from training.sources import DataError
+from training.sources import DataError, no_file
 
 _SPACE = "\u2581"  # how sentencepiece writes " " inside a piece
 _ODD = re.compile(f"([\0{_SPACE}]+)")  # characters it cannot hold: these go through their UTF-8 bytes
@@ -70,6 +71,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
+        if not os.path.isfile(path):  # a device may have no end
+            raise DataError(f"{path}: {no_file(path)}; name a sentencepiece .model file")
         try:
             return cls(Path(path).read_bytes(), str(path))
         except OSError as error:
@@ -149,12 +152,14 @@ class Tokenizer:
 def train(texts: Iterable[str], vocab_size: int) -> bytes:
     """A byte-pair sentencepiece model of `vocab_size` ids for texts like these; the same for the same texts.
 
-    Raises DataError, with the nearest possible size, when the texts do not allow that many or that few ids.
+    Raises DataError, with the nearest possible size, when the texts do not allow that many or that few ids;
+    what `texts` raises comes first.
     """
     model = io.BytesIO()
+    raised: list[BaseException] = []
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_sentences(texts),
+            sentence_iterator=_sentences(texts, raised),
             model_writer=model,
             model_type="bpe",  # trained in seconds, and exact when cut into words
             vocab_size=vocab_size,
@@ -172,6 +177,8 @@ def train(texts: Iterable[str], vocab_size: int) -> bytes:
             pad_id=-1,
         )
     except RuntimeError as error:
+        if raised:
+            raise raised[0] from None
         advice = "there is too little text"
         if most := re.search(r"<= (\d+)", str(error)):
             advice = f"this text allows at most {most[1]}; write that, or give more text"
@@ -181,8 +188,13 @@ def train(texts: Iterable[str], vocab_size: int) -> bytes:
     return model.getvalue()
 
 
-def _sentences(texts: Iterable[str]) -> Iterator[str]:
-    for text in texts:
-        text = text.replace("\0", "").replace(_SPACE, " ")
-        for at in range(0, len(text), 4096):
-            yield text[at : at + 4096]
+def _sentences(texts: Iterable[str], raised: list[BaseException]) -> Iterator[str]:
+    """What to train on; sentencepiece turns any error into one of its own, so it is put into `raised` too."""
+    try:
+        for text in texts:
+            text = text.replace("\0", "").replace(_SPACE, " ")
+            for at in range(0, len(text), 4096):
+                yield text[at : at + 4096]
+    except (Exception, KeyboardInterrupt) as error:
+        raised.append(error)
+        raise
