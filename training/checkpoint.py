@@ -57,8 +57,9 @@ def path_of(folder: Path, step: int) -> Path:
 
 def steps_in(folder: Path) -> list[int]:
     """Steps of the complete checkpoints in `folder`, newest first."""
-    names = [p.name for p in folder.glob("step-*") if p.is_dir()]
-    return sorted((int(n[5:]) for n in names if n[5:].isdigit()), reverse=True)
+    digits = [p.name[5:] for p in folder.glob("step-*") if p.is_dir()]
+    steps = {int(n) for n in digits if n.isdecimal() and n.isascii() and path_of(folder, int(n)).name == f"step-{n}"}
+    return sorted(steps, reverse=True)
 
 
 def save(folder: Path, step: int, payload: dict[str, Any], *, world: World, layout: dict[str, Any], keep: int) -> Path:
@@ -107,9 +108,11 @@ def load_latest(
     """This rank's payload of the newest undamaged checkpoint, its tensors still on disk (mmap); None when there is
     none at all. All ranks call it and get the same step.
 
-    A damaged one is named through `warn` and passed over. Raises RunError when all are damaged, or when the newest
-    was saved under another layout (engine, ZeRO stage, ranks, precision).
+    A damaged one is named through `warn` and passed over. Raises RunError when all are damaged, when the newest was
+    saved under another layout (engine, ZeRO stage, ranks, precision), or when there can be none.
     """
+    if folder.exists() and not folder.is_dir():
+        raise RunError(f"{folder} is no folder, so that nothing can be saved in it; move it away")
     steps = steps_in(folder)
     for step in steps:
         path = path_of(folder, step)

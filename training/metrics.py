@@ -10,9 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from training.records import NUMBER, has_shape, read_lines
+from training.run import RunError
 from training.values import size
 
 GIB = 2**30
+PEAKS = ("peak_device_bytes", "after_forward_device_bytes", "peak_host_bytes")
+STEP = dict.fromkeys(("loss", "step_time_s", *PEAKS), NUMBER)  # what a run that goes on needs of a step's record
 
 # TensorBoard tag -> (field of metrics.jsonl, what the field is divided by)
 TAGS = {
@@ -35,6 +39,7 @@ class Metrics:
 
     `start_step` drops what an interrupted run wrote after the checkpoint that is continued from. TensorBoard is
     a view: when it fails, one warning is given and the records go on. `write` is False on all ranks but one.
+    Raises RunError when the records cannot be written.
     """
 
     def __init__(
@@ -46,8 +51,11 @@ class Metrics:
         self.board: Any = None
         if not write:
             return
-        cut_after(self.path, start_step)
-        self.file = self.path.open("a", encoding="utf-8")
+        try:
+            cut_after(self.path, start_step, warn)
+            self.file = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise _unusable(self.path, error) from None
         try:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -97,26 +105,41 @@ class Metrics:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; an unfinished last line is left out."""
-    if not path.exists():
-        return []
-    records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            break
-    return records
+    """The records of a metrics.jsonl; lines that are none are left out. Raises RunError when it cannot be read."""
+    try:
+        return read_lines(path, is_record)[0]
+    except OSError as error:
+        raise _unusable(path, error) from None
 
 
-def cut_after(path: Path, step: int) -> None:
-    """Remove records of later steps than `step`, in one move: a kill leaves the old file or the new one."""
+def is_record(value: Any) -> bool:
+    """Whether a line is a step's record, or says only some of it, as that of an evaluation does."""
+    if not has_shape(value, {"step": (int,)}):
+        return False
+    return has_shape(value, STEP if "loss" in value else {n: NUMBER for n in ("val_loss", "step_time_s") if n in value})
+
+
+def cut_after(path: Path, step: int, warn: Callable[[str], None]) -> None:
+    """Remove records of later steps than `step`, in one move: a kill leaves the old file or the new one.
+
+    Lines that are no records go too, with a warning; the file that had them is kept.
+    """
     if not path.exists():
         return
-    kept = [record for record in read(path) if record["step"] <= step]
+    found, bad = read_lines(path, is_record)
+    if bad:
+        kept = path.with_name(f"{path.name}.damaged")
+        with kept.open("ab") as file:  # behind what an earlier damage left there
+            file.write(path.read_bytes())
+        lines = ", ".join(map(str, bad[:5])) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
+        warn(f"warning: {path}: line {lines}: no record of a step, left out; the file as it was is in {kept.name}")
     new = path.with_suffix(".new")
-    new.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+    new.write_text("".join(json.dumps(r) + "\n" for r in found if r["step"] <= step), encoding="utf-8")
     os.replace(new, path)
+
+
+def _unusable(path: Path, error: OSError) -> RunError:
+    return RunError(f"{path}: {error.strerror}; put it right, or train in another folder (RUN_DIR=, --run-dir)")
 
 
 class Progress:

@@ -17,10 +17,9 @@ from training.build import DTYPES, mode_name
 from training.engine import StepResult
 from training.flops import hardware_flops_per_token
 from training.memory import Meter
+from training.metrics import PEAKS
 from training.recipe import Recipe
 from training.world import World
-
-PEAKS = ("peak_device_bytes", "after_forward_device_bytes", "peak_host_bytes")
 
 
 class Tally:

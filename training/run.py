@@ -20,9 +20,11 @@ from types import FrameType
 from typing import Any, TextIO
 
 import torch
+import yaml
 
 from training import strict_yaml
 from training.recipe import Recipe, RecipeError
+from training.records import read_object
 from training.schema import ROOT
 
 # Exit codes, documented in docs/training.md.
@@ -83,10 +85,7 @@ class RunFolder:
             self._lock = None
 
     def finished(self, recipe: Recipe) -> dict[str, Any] | None:
-        try:
-            result = json.loads(self.result.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
+        result = read_object(self.result)
         done = result.get("status") == "completed" and result.get("steps") == recipe.steps
         return result if done else None
 
@@ -126,7 +125,16 @@ class RunFolder:
         file = self.path / "recipe.yaml"
         if not file.exists():
             return
-        old, new = flat(strict_yaml.read(file.read_text(encoding="utf-8"))), flat(recipe.model_dump(mode="json"))
+        try:
+            kept = strict_yaml.read(file.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError):
+            kept = None
+        if not (kept and isinstance(kept, dict)):
+            raise RecipeError(
+                f"{file}: is damaged, so that nobody knows what was trained here. Put a copy of it there, train in "
+                "another folder (RUN_DIR=, --run-dir), or remove the folder."
+            )
+        old, new = flat(kept), flat(recipe.model_dump(mode="json"))
         # A key that the old file lacks is younger than the file.
         changed = [k for k in old if old[k] != new.get(k) and not _is_free(k)]
         if changed:
@@ -220,8 +228,8 @@ def report_failure(error: BaseException, folder: RunFolder, result: Callable[[st
     where = f"recorded in {folder.result}"
     try:
         if not folder.write_result(result(status, message)):
-            first = json.loads(folder.result.read_text(encoding="utf-8"))["status"]
-            return {"oom": OUT_OF_MEMORY, "host_oom": HOST_OUT_OF_MEMORY}.get(first, code)
+            first = read_object(folder.result).get("status")
+            return {"oom": OUT_OF_MEMORY, "host_oom": HOST_OUT_OF_MEMORY}.get(str(first), code)
     except OSError as problem:
         where = f"not recorded: {folder.result} cannot be written ({problem.strerror})"
     finally:

@@ -105,10 +105,15 @@ class Plan(Section):
         return recipe.model_copy(update={"recompute": self.modes, "tiles": tiles})
 
     def write(self, folder: Path) -> None:
-        """plan.json, plan.txt and plan.png in `folder`."""
-        run.write_whole(folder / "plan.json", self.model_dump_json(indent=1) + "\n")
-        run.write_whole(folder / "plan.txt", self.text() + "\n")
-        draw(self, folder / "plan.png")
+        """plan.json, plan.txt and plan.png in `folder`. Raises RunError when they cannot be written."""
+        try:
+            run.write_whole(folder / "plan.json", self.model_dump_json(indent=1) + "\n")
+            run.write_whole(folder / "plan.txt", self.text() + "\n")
+            draw(self, folder / "plan.png")
+        except OSError as error:
+            where = error.filename2 or error.filename or folder
+            problem = f"the plan cannot be written: {where}: {error.strerror}"
+            raise run.RunError(f"{problem}; put it right, or train in another folder (RUN_DIR=, --run-dir)") from None
 
     # -- for people ------------------------------------------------------------------------------------------
 

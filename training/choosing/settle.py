@@ -6,7 +6,6 @@ changes the plan, not the weights: the run starts once more with the difference 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from training.choosing.layer_plan import Plan
 from training.memory import Meter
 from training.planning.engine_memory import gathers
 from training.recipe import Recipe, RecipeError
+from training.records import has_shape, read_object
 from training.values import Plan as PlanFile
 from training.values import size
 from training.world import World
@@ -45,6 +45,9 @@ def check(recipe: Recipe, world_size: int) -> None:
         _replayed(recipe)
     elif recipe.recompute != "auto":
         modes = build.layer_modes(recipe)
+        if any(mode.offload == "deepspeed" for mode in modes) and gathers(recipe, world_size):
+            problem = "DeepSpeed's checkpointing meets weights that ZeRO-3 or FSDP gave back; write +offload instead"
+            raise recipe.error("recompute", problem)
         if modes[0].recompute == "budget" and gathers(recipe, world_size):
             problem = "compiles whole layers, and ZeRO-3 and FSDP fetch weights in between; use another mode or engine"
             raise recipe.error("recompute", problem)
@@ -205,11 +208,9 @@ def _earlier(folder: Path, recipe: Recipe, place: auto.Place, made: layer_plan.M
 
 
 def _noted_correction(folder: Path, made: layer_plan.Made) -> int:
-    try:
-        record = json.loads((folder / CORRECTION).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return 0
-    return int(record["correction_bytes"]) if record.get("made_for") == made.model_dump() else 0
+    record = read_object(folder / CORRECTION)
+    known = has_shape(record, {"correction_bytes": (int,)}) and record.get("made_for") == made.model_dump()
+    return record["correction_bytes"] if known else 0
 
 
 def _replayed(recipe: Recipe) -> tuple[Plan, Recipe]:
