@@ -97,6 +97,23 @@ def test_a_mode_is_the_same_under_the_same_attention_however_it_is_named(tmp_pat
     assert "sdpa/none is not in B" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("share", ["nan", "inf", "-5", "1", "a lot"])
+def test_a_tolerance_that_hides_everything_or_nothing_is_refused(tmp_path, before, capsys, share) -> None:
+    for word in ("--tolerance", "--length-tolerance"):
+        with pytest.raises(SystemExit) as ended:
+            compared(tmp_path, before, before, word, share)
+        assert ended.value.code == USAGE
+        assert share in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "5", "{", "\xff"])
+def test_a_damaged_summary_is_named(tmp_path: Path, before: dict[str, Any], capsys, text: str) -> None:
+    assert compared(tmp_path, before, before) == 0
+    (tmp_path / "b" / "summary.json").write_text(text, encoding="latin-1")
+    assert compare.main([str(tmp_path / "a"), str(tmp_path / "b")]) == USAGE
+    assert f"{tmp_path / 'b' / 'summary.json'}: is damaged; run the sweep again" in capsys.readouterr().err
+
+
 def test_what_is_not_the_same_is_said(tmp_path: Path, before: dict[str, Any], capsys) -> None:
     assert compared(tmp_path, before, {**before, "device": "another", "budget_bytes": 2**30}) == 0
     said = capsys.readouterr().out
@@ -105,7 +122,8 @@ def test_what_is_not_the_same_is_said(tmp_path: Path, before: dict[str, Any], ca
 
 
 def test_what_cannot_be_compared_is_an_error(tmp_path: Path, before: dict[str, Any], capsys) -> None:
-    assert compared(tmp_path, before, {**before, "axis": "micro_batch_size"}) == USAGE
+    batches = {name: {**mode, "largest_micro_batch_size": 1} for name, mode in before["modes"].items()}
+    assert compared(tmp_path, before, {**before, "axis": "micro_batch_size", "modes": batches}) == USAGE
     assert "cannot be compared" in capsys.readouterr().err
     other = {name: {**mode, "attention": "sdpa"} for name, mode in before["modes"].items()}
     assert compared(tmp_path, before, {**before, "modes": other}) == USAGE

@@ -72,7 +72,7 @@ def test_a_table_in_the_terminal_and_errors_for_people(folder: Path, tmp_path: P
 
 
 def test_every_axis_names_its_unit_and_every_curve_has_a_look_of_its_own(folder: Path, found: dict[str, Any]) -> None:
-    drawn = figures.draw(found, summary.read_memory(folder))
+    drawn = figures.draw(found, summary.read_memory(folder, found))
     assert list(drawn) == ["longest_context", "speed", "overhead", "memory", "timeline"]
     for name, figure in drawn.items():
         axes = figure.axes

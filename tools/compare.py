@@ -80,7 +80,7 @@ def asked_for(folder: Path) -> set[Variant] | None:
         recipe = yaml.safe_load((folder / "recipe.yaml").read_text(encoding="utf-8"))
         attentions = recipe["sweep"]["attention"] or [recipe["model"]["attention"]]
         return {Variant(attention, mode) for attention in attentions for mode in recipe["sweep"]["modes"]}
-    except (OSError, yaml.YAMLError, KeyError, TypeError):
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError):
         return None
 
 
@@ -123,13 +123,20 @@ def _pair(values: tuple[Any, Any], text: Any) -> list[str]:
     return [f"{text(old)} > {text(new)}" if old != new else text(old), f"{new / old - 1:+.1%}" if old and new else "-"]
 
 
+def share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1:  # nan is not either: nothing would ever be worse by more
+        raise argparse.ArgumentTypeError(f"{text}: write a share from 0 to below 1, such as 0.1")
+    return value
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("a", metavar="A", type=Path, help="folder of the older sweep")
     parser.add_argument("b", metavar="B", type=Path, help="folder of the newer sweep")
-    parser.add_argument("--tolerance", type=float, default=0.1, metavar="SHARE", help="speed that may be lost; 0.1")
+    parser.add_argument("--tolerance", type=share, default=0.1, metavar="SHARE", help="speed that may be lost; 0.1")
     parser.add_argument(
-        "--length-tolerance", type=float, default=0.0, metavar="SHARE", help="longest size that may be lost; 0"
+        "--length-tolerance", type=share, default=0.0, metavar="SHARE", help="longest size that may be lost; 0"
     )
     given = parser.parse_args(arguments)
     try:

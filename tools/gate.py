@@ -21,12 +21,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools import trials
 from tools.measure import NoAnswerError, Sweep
-from tools.sweep import opened, parse, prepared
+from tools.sweep import ended, opened, parse, prepared
 from tools.trials import Question, Variant
-from training import data, run
+from training import run
 from training.recipe import Recipe, RecipeError
+from training.records import NUMBER, has_shape, read_object
 from training.schema import ROOT
 
 GIB = 2**30
@@ -69,17 +69,19 @@ class Gate:
         if wanted.keys() & {"tokens_per_s", "peak_device_gib", "val_loss"}:
             result = self._trained() if "val_loss" in wanted else self._steps(self.variant, 0)
             if result.get("status") != "completed":
-                result = {"error": f"{result.get('status', 'failed')}: {result['error']}"}
+                result = {"error": f"{result.get('status', 'failed')}: {result.get('error')}"}
         for target, value in wanted.items():
             if target == "longest_context_tokens":
                 yield self._longest(value)
             elif target == "overhead":
                 yield self._overhead(value)
             elif target == "peak_device_gib":
-                peak = result.get("peak_device_bytes")
-                yield Verdict(target, value, peak / GIB if peak else None, result.get("error") or "")
+                known = has_shape(result, {"peak_device_bytes": NUMBER})
+                peak = result["peak_device_bytes"] / GIB if known else None
+                yield Verdict(target, value, peak or None, result.get("error") or "")
             else:
-                yield Verdict(target, value, result.get(target), result.get("error") or "")
+                measured = result[target] if has_shape(result, {target: NUMBER}) else None
+                yield Verdict(target, value, measured, result.get("error") or "")
 
     def _longest(self, wanted: float) -> Verdict:
         found = self.sweep.settle(self.variant)
@@ -110,9 +112,9 @@ class Gate:
     def _trained(self) -> dict[str, Any]:
         run_dir = self.folder / "run"
         command = [sys.executable, str(ROOT / "tools" / "launch.py"), *self.words, "--run-dir", str(run_dir)]
-        ended = subprocess.run(command, check=False)
-        result = trials.read_json(run_dir / "result.json")
-        return result or {"error": f"training ended with exit code {ended.returncode} and no result"}
+        trained = subprocess.run(command, check=False)
+        result = read_object(run_dir / "result.json")
+        return result or {"error": f"training ended with exit code {trained.returncode} and no result"}
 
 
 def mode_text(recipe: Recipe) -> str:
@@ -126,25 +128,23 @@ def mode_text(recipe: Recipe) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     given = parse(arguments, __doc__ or "", "gate.py")
-    try:
-        recipe = prepared(given)
-        if not any(value is not None for value in recipe.targets.model_dump().values()):
-            hint = "write for example targets: {longest_context_tokens: 8192}"
-            raise RecipeError(f"recipe {recipe.name}: sets no targets, so nothing can be missed; {hint}")
-        folder = given.out or ROOT / "sweeps" / f"{recipe.name}-gate"
-        own = Variant(recipe.model.attention, mode_text(recipe))
-        verdicts = []
-        compared = list(dict.fromkeys([own, Variant(own.attention, "none")]))
-        with opened(recipe, compared, "seq_length", given.processes, folder) as sweep:
-            words = [given.recipe, *given.overrides, *_budgets(given)]
-            for verdict in Gate(recipe, sweep, own, words, folder).verdicts():
-                verdicts.append(verdict)
-                sweep.display.say(str(verdict))
-    except (RecipeError, data.DataError) as error:
-        print(error, file=sys.stderr)
-        return run.USAGE
-    except KeyboardInterrupt:
-        return run.INTERRUPTED
+    return ended(lambda: _gated(given))
+
+
+def _gated(given: argparse.Namespace) -> int:
+    recipe = prepared(given)
+    if not any(value is not None for value in recipe.targets.model_dump().values()):
+        hint = "write for example targets: {longest_context_tokens: 8192}"
+        raise RecipeError(f"recipe {recipe.name}: sets no targets, so nothing can be missed; {hint}")
+    folder = given.out or ROOT / "sweeps" / f"{recipe.name}-gate"
+    own = Variant(recipe.model.attention, mode_text(recipe))
+    verdicts = []
+    compared = list(dict.fromkeys([own, Variant(own.attention, "none")]))
+    with opened(recipe, compared, "seq_length", given.processes, folder) as sweep:
+        words = [given.recipe, *given.overrides, *_budgets(given)]
+        for verdict in Gate(recipe, sweep, own, words, folder).verdicts():
+            verdicts.append(verdict)
+            sweep.display.say(str(verdict))
     run.write_json(folder / "gate.json", [vars(v) | {"passed": v.passed} for v in verdicts])
     print(f"{own.mode}: {sum(v.passed for v in verdicts)} of {len(verdicts)} targets reached")
     return 0 if all(v.passed for v in verdicts) else run.FAILED

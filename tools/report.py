@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools import publish, recommend, summary, trials
 from tools.words import count, size, times, within
 from training.metrics import duration
-from training.run import USAGE, write_whole
+from training.records import read_object
+from training.run import FAILED, USAGE, write_whole
 
 COLUMNS = (
     *("mode", "longest context", "limit", "planned", "peak", "after forward", "host", "tokens/s", "step, s"),
@@ -89,11 +90,12 @@ def write(folder: Path) -> None:
     """report.md, the pictures and the TensorBoard runs of the sweep in `folder`."""
     from tools import figures, tensorboard_sweep
 
-    found, memory = summary.read(folder), summary.read_memory(folder)
+    found = summary.read(folder)
+    memory = summary.read_memory(folder, found)
     drawn = figures.draw(found, memory)
     tensorboard_sweep.write(folder, found, drawn, "\n".join(_table(columns(found), rows(found))))
     figures.save(drawn, folder)
-    write_whole(folder / "report.md", "\n".join(_report(folder, found, list(drawn))) + "\n")
+    write_whole(folder / "report.md", "\n".join(_report(folder, found, memory, list(drawn))) + "\n")
 
 
 def _title(found: dict[str, Any]) -> str:
@@ -101,10 +103,10 @@ def _title(found: dict[str, Any]) -> str:
     return f"{what} of {found['recipe']} {within(found['budget_bytes'])} on {found['device']}"
 
 
-def _report(folder: Path, found: dict[str, Any], drawn: list[str]) -> Iterator[str]:
+def _report(folder: Path, found: dict[str, Any], memory: dict[str, Any], drawn: list[str]) -> Iterator[str]:
     from tools import figures  # imports matplotlib
 
-    environment = trials.read_json(folder / "environment.json")
+    environment = read_object(folder / "environment.json")
     yield f"# {_title(found)}"
     yield ""
     yield from _facts(found, environment)
@@ -129,7 +131,7 @@ def _report(folder: Path, found: dict[str, Any], drawn: list[str]) -> Iterator[s
         yield f"![{PICTURES[name]}]({name}.png)"
         yield ""
         if name == "timeline":
-            yield figures.timeline_caption(found, summary.read_memory(folder))
+            yield figures.timeline_caption(found, memory)
             yield ""
     yield from _speeds(found)
     yield from _too_much(folder, found)
@@ -140,7 +142,7 @@ def _report(folder: Path, found: dict[str, Any], drawn: list[str]) -> Iterator[s
     yield "## Recipe"
     yield ""
     yield "```yaml"
-    yield (folder / "recipe.yaml").read_text(encoding="utf-8").strip()
+    yield (folder / "recipe.yaml").read_text(encoding="utf-8", errors="replace").strip()
     yield "```"
 
 
@@ -150,7 +152,7 @@ def _facts(found: dict[str, Any], environment: dict[str, Any]) -> Iterator[str]:
     yield (
         f"{found['trials']} trials took {duration(found['seconds'])}, each a fresh process of `train.py`; {fixed};"
         f" {found['world_size']} rank{'s' if found['world_size'] > 1 else ''}; torch {found['torch']}, deepspeed"
-        f" {found['deepspeed']}; {environment.get('time', '')[:10]}. A size is the longest when it survived its"
+        f" {found['deepspeed']}; {str(environment.get('time', ''))[:10]}. A size is the longest when it survived its"
         f" optimizer steps and the next multiple of {found['granularity']} was tried and did not."
     )
 
@@ -215,7 +217,7 @@ def _too_much(folder: Path, found: dict[str, Any]) -> Iterator[str]:
     table = (
         (
             *(f"`{r['mode']}`", r["attention"], count(r[found["axis"]]), r["status"]),
-            *(size(r["predicted_peak_device_bytes"]), str(r["error"]).strip().splitlines()[-1]),
+            *(size(r["predicted_peak_device_bytes"]), (str(r["error"]).strip().splitlines() or [""])[-1]),
         )
         for r in records
     )
@@ -243,6 +245,9 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return USAGE
+    except OSError as error:
+        print(f"{error.filename or given.sweep}: {error.strerror}; put it right, and run this again", file=sys.stderr)
+        return FAILED
     return 0
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tools.timing import bases, by_importance
-from tools.trials import Question, Variant
+from tools.trials import AXES, PEAKS, Question, Variant
+from training.records import NULL, NUMBER, Fields, has_shape, read_object
 from training.run import FAILED, write_json, write_whole
 from training.schema import ROOT
 
@@ -17,6 +19,26 @@ if TYPE_CHECKING:
 
 LIMITS = {"oom": "device", "host_oom": "host"}
 ANSWER = {"seq_length": "longest_context", "micro_batch_size": "largest_micro_batch_size"}
+# What is read of a summary, of each of its modes, of each of a mode's timings; of a step's memory and its points.
+WHOLE, MAYBE_WHOLE, MAYBE_NUMBER, MAYBE_TEXT = (int,), (int, NULL), (*NUMBER, NULL), (str, NULL)
+SUMMARY: Fields = {
+    **dict.fromkeys(("recipe", "axis", "device", "torch", "deepspeed", "code"), (str,)),
+    **dict.fromkeys(("granularity", "seq_length", "micro_batch_size", "world_size", "trials"), WHOLE),
+    **{"budget_bytes": MAYBE_WHOLE, "host_budget_bytes": MAYBE_WHOLE, "cuda": MAYBE_TEXT, "seconds": NUMBER},
+    **{"not_timed": (list,), "modes": (dict,)},
+}
+MODE: Fields = {
+    **{"mode": (str,), "attention": (str,), "status": (str,), "error": MAYBE_TEXT, "limited_by": MAYBE_TEXT},
+    **{"longest_context": WHOLE, "next_tried": MAYBE_WHOLE, "predicted_longest_context": MAYBE_WHOLE},
+    **dict.fromkeys(("tokens_per_s", "step_time_s", "overhead", "overhead_at", *PEAKS), MAYBE_NUMBER),
+    **{"trials": WHOLE, "timings": (list,)},
+}
+TIMING: Fields = {
+    **{"seq_length": WHOLE, "micro_batch_size": WHOLE, "step_time_s": NUMBER, "step_time_spread_s": (list,)},
+    **{"tokens_per_s": NUMBER, "overhead": MAYBE_NUMBER, "memory": MAYBE_TEXT, **PEAKS},
+}
+MEMORY: Fields = {"peak_device_bytes": NUMBER, "after_forward_device_bytes": NUMBER, "breakdown_bytes": (dict,)}
+POINT: Fields = {"operation": WHOLE, "phase": (str,), "module": (str,), "live_device_bytes": NUMBER}
 
 
 def of(sweep: Sweep) -> dict[str, Any]:
@@ -130,35 +152,49 @@ def _memory(folder: Path, summary: dict[str, Any]) -> dict[str, Any]:
     followed = [t[axis] for mode in modes.values() for t in mode["timings"] if t["memory"]]
     at = max(followed, key=lambda size: (followed.count(size), size), default=0)  # of equals the longest
     rows = {n: t for n, mode in modes.items() for t in mode["timings"] if t["memory"] and t[axis] == at}
-    contents = {name: json.loads((folder / row["memory"]).read_text(encoding="utf-8")) for name, row in rows.items()}
-    for content in contents.values():
-        points = content["timeline"]
-        content["timeline"] = {key: [p[key] for p in points] for key in (points[0] if points else ())}
+    contents = {}
+    for name, row in rows.items():
+        content = read_object(folder / row["memory"])
+        points = content.get("timeline")
+        if has_shape(content, {**MEMORY, "timeline": (list,)}) and points and all(has_shape(p, POINT) for p in points):
+            contents[name] = content | {"timeline": {key: [p[key] for p in points] for key in POINT}}
+        else:
+            print(f"{folder / row['memory']}: missing or damaged; the pictures of memory lack {name}", file=sys.stderr)
     return {"axis": axis, "size": at, "modes": contents}
 
 
-def read_memory(folder: Path) -> dict[str, Any]:
-    """memory.json of a sweep; empty when nothing was followed."""
-    try:
-        return json.loads((folder / "memory.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+def read_memory(folder: Path, summary: dict[str, Any]) -> dict[str, Any]:
+    """memory.json of a sweep, for the modes of its summary; empty when nothing was followed, or it is damaged."""
+    memory = read_object(folder / "memory.json")
+    if not has_shape(memory, {"size": WHOLE, "modes": (dict,)}):
         return {}
+    lists = dict.fromkeys(POINT, (list,))
+    good = {n: m for n, m in memory["modes"].items() if has_shape(m, MEMORY) and has_shape(m.get("timeline"), lists)}
+    return memory | {"modes": {name: content for name, content in good.items() if name in summary["modes"]}}
 
 
 def read(folder: Path) -> dict[str, Any]:
     """The summary of the sweep in `folder`. Raises ValueError with what to do when there is none."""
     file = folder / "summary.json"
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except OSError:
+    if not file.is_file():
         if (folder / "trials.jsonl").exists():
             hint = "the sweep has not ended: run it again, it goes on"
         else:
             known = (ROOT / "recipes" / f"{folder.name}.yaml").exists()
             hint = f"make one with `make sweep RECIPE={folder.name if known else 'NAME'}`"
-        raise ValueError(f"{folder}: there is no finished sweep here; {hint}") from None
-    except ValueError:
-        raise ValueError(f"{file}: is damaged; run the sweep again, finished trials are not repeated") from None
+        raise ValueError(f"{folder}: there is no finished sweep here; {hint}")
+    found = read_object(file)
+    if not _is_summary(found):
+        raise ValueError(f"{file}: is damaged; run the sweep again, finished trials are not repeated")
+    return found
+
+
+def _is_summary(found: dict[str, Any]) -> bool:
+    if not has_shape(found, SUMMARY) or found["axis"] not in AXES:
+        return False
+    shape = {**MODE, ANSWER[found["axis"]]: WHOLE}
+    modes = found["modes"].values()
+    return all(has_shape(m, shape) and all(has_shape(t, TIMING) for t in m["timings"]) for m in modes)
 
 
 def exit_code(summary: dict[str, Any]) -> int:

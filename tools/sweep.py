@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import fcntl
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools import machine, processes, publish, summary
+from tools import launch, machine, processes, publish, summary
 from tools.measure import Sweep
 from tools.predict import Predictor
 from tools.sweep_display import Display
@@ -46,8 +47,11 @@ def prepared(given: argparse.Namespace) -> Recipe:
         ("sweep.steps", given.steps),
     ):
         words += [f"{key}={value}"] if value is not None else []
+    gpus, ranks = len(launch.devices()), machine.ranks() if given.processes is None else given.processes
+    if ranks < 1 or 0 < gpus < ranks:
+        raise RecipeError(f"--processes {ranks}: write 1{f' to {gpus}' if gpus else ' or more'}")
     recipe = load(given.recipe, words)
-    recipe.accumulation_steps(given.processes or machine.ranks())
+    recipe.accumulation_steps(ranks)
     if given.gpu:
         if given.budget:
             raise RecipeError("--gpu names a budget: leave out --budget, or --gpu")
@@ -107,24 +111,39 @@ def parse(arguments: list[str] | None, text: str, program: str) -> argparse.Name
     return parser.parse_intermixed_args(arguments)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    given = parse(arguments, __doc__ or "", "sweep.py")
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+def ended(work: Callable[[], int]) -> int:
+    """The exit code of `work`; of whatever else ends it, told in a line: a setting, SIGTERM or Ctrl-C, a full disk."""
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
-        recipe = prepared(given)
-        default = recipe.name if given.axis == AXES[0] else f"{recipe.name}-{given.axis}"
-        folder = given.out or ROOT / "sweeps" / default
-        with opened(recipe, variants(recipe), given.axis, given.processes, folder) as sweep:
-            try:
-                sweep.run()
-            except KeyboardInterrupt:
-                sweep.display.say(f"stopped; the same command goes on from what is in {sweep.trials.file}")
-                return run.INTERRUPTED
-            sweep.display.say("all trials are done; writing summary, pictures and TensorBoard ...")
-            summary.write(folder, summary.of(sweep))
+        return work()
     except (RecipeError, data.DataError) as error:
         print(error, file=sys.stderr)
         return run.USAGE
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on, finished trials are not repeated", flush=True)
+        return run.INTERRUPTED
+    except OSError as error:
+        where = error.filename2 or error.filename or "a file"
+        free = "free some, " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        print(f"{where}: {error.strerror or error}; {free}the same command continues", file=sys.stderr)
+        return run.FAILED
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parse(arguments, __doc__ or "", "sweep.py")
+    return ended(lambda: _swept(given))
+
+
+def _swept(given: argparse.Namespace) -> int:
+    recipe = prepared(given)
+    default = recipe.name if given.axis == AXES[0] else f"{recipe.name}-{given.axis}"
+    folder = given.out or ROOT / "sweeps" / default
+    with opened(recipe, variants(recipe), given.axis, given.processes, folder) as sweep:
+        sweep.run()
+        sweep.display.say("all trials are done; writing summary, pictures and TensorBoard ...")
+        summary.write(folder, summary.of(sweep))
     return finish(folder, given.publish)
 
 

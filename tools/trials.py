@@ -11,13 +11,15 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tools import launch, processes
-from training.recipe import Recipe, load
+from training import metrics
+from training.recipe import Recipe, RecipeError, load
+from training.records import NULL, NUMBER, Fields, has_shape, read_lines, read_object
 from training.schema import ROOT
 
 AXES = ("seq_length", "micro_batch_size")
@@ -29,6 +31,15 @@ RESULT = (
     *("recipe", "mode", "seq_length", "micro_batch_size", "world_size", "device", "steps", "loss", "tokens_per_s"),
     *("step_time_s", "peak_device_bytes", "after_forward_device_bytes", "peak_host_bytes", "peak_op", "error"),
 )
+# What of a trial's record is used again; of one that completed, MEASURED too.
+RECORD: Fields = {
+    **dict.fromkeys(("key", "code", "status", "mode", "attention", "purpose", "run"), (str,)),
+    **dict.fromkeys(("seq_length", "micro_batch_size", "steps", "round", "trial"), (int,)),
+    **{"memory": (bool,), "wall_s": NUMBER, "step_times_s": (list,), "error": (str, NULL)},
+    "predicted_peak_device_bytes": (int, NULL),
+}
+PEAKS = dict.fromkeys(metrics.PEAKS, NUMBER)
+MEASURED: Fields = {"tokens_per_s": NUMBER, "step_time_s": NUMBER, "peak_op": (str, NULL), **PEAKS}
 TAIL = 2000  # characters of a failed trial's last words that its record shows
 
 
@@ -85,7 +96,7 @@ class Trials:
         self.predicted_peak = predicted_peak
         self.code = code or code_version()
         self.file = folder / "trials.jsonl"
-        self.records = list(read(self.file))
+        self.records = read(self.file)
         self._keys: dict[Point, str] = {}
 
     # -- what is known ---------------------------------------------------------------------------------------
@@ -137,11 +148,13 @@ class Trials:
         shutil.rmtree(run_dir, ignore_errors=True)
         run_dir.mkdir(parents=True)
         gpus, ranks = launch.devices(), self.environment["world_size"]
+        environment = launch.environment(gpus, ranks)
+        environment.pop("WATERLINE_LAUNCHER", None)  # this process is none: ranks would take theirs for dead
         settings = [*overrides(self.recipe, point, ranks), *steps_overrides(self.recipe, steps)]
         settings.append(f"log.memory={str(question.memory).lower()}")
         ended = processes.run(
             launch.command([str(self.folder / "recipe.yaml"), *settings, "--run-dir", str(run_dir)], gpus, ranks),
-            launch.environment(gpus, ranks),
+            environment,
             self.folder,
             run_dir / "output.txt",
             self.recipe.sweep.trial_timeout_s,
@@ -179,8 +192,11 @@ class Trials:
     def _append(self, record: dict[str, Any]) -> None:
         self.records.append(record)
         torn = self.file.exists() and self.file.read_bytes()[-1:] not in (b"", b"\n")
-        with self.file.open("a", encoding="utf-8") as file:
-            file.write("\n" * torn + json.dumps(record) + "\n")
+        try:
+            with self.file.open("a", encoding="utf-8") as file:
+                file.write("\n" * torn + json.dumps(record) + "\n")
+        except OSError as error:  # a full disk's names no file
+            raise OSError(error.errno, error.strerror, str(self.file)) from None
 
 
 def outcome(run_dir: Path, ended: processes.Ended, steps: int) -> tuple[str, dict[str, Any], str | None]:
@@ -189,7 +205,7 @@ def outcome(run_dir: Path, ended: processes.Ended, steps: int) -> tuple[str, dic
     A record of running out of memory is believed whatever the exit code. Any other way to end than with all steps
     done, a record of it and exit code 0 is a fault, except that the system's own lack of memory is `host_oom`.
     """
-    result = read_json(run_dir / "result.json")
+    result = read_object(run_dir / "result.json")
     said = result.get("status")
     if said in TOO_MUCH:
         return said, result, result.get("error")
@@ -197,7 +213,7 @@ def outcome(run_dir: Path, ended: processes.Ended, steps: int) -> tuple[str, dic
         return "timeout", result, str(ended)
     if ended.killed_for_memory:
         return "host_oom", result, str(ended)
-    if said == "completed" and ended.exit_code == 0 and result["steps"] == steps:
+    if said == "completed" and ended.exit_code == 0 and result.get("steps") == steps:
         return "completed", result, None
     told = result.get("error") or _last_words(run_dir / "output.txt")
     return "failed", result, f"{ended}: {told}" if told else str(ended)
@@ -250,27 +266,22 @@ def code_version() -> str:
 
 def step_times(run_dir: Path) -> list[float]:
     """Seconds of every step but the first, which pays for warming up."""
-    return [r["step_time_s"] for r in read(run_dir / "metrics.jsonl") if r.get("step", 0) > 1 and "step_time_s" in r]
+    return [r["step_time_s"] for r in metrics.read(run_dir / "metrics.jsonl") if r["step"] > 1 and "step_time_s" in r]
 
 
-def read(file: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file of JSON lines; a line torn by a kill is left out."""
-    if file.exists():
-        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict):
-                yield record
-
-
-def read_json(file: Path) -> dict[str, Any]:
+def read(file: Path) -> list[dict[str, Any]]:
+    """The records of a trials.jsonl; what is none is left out, and asked again. Raises RecipeError for no file."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+        return read_lines(file, is_record)[0]
+    except OSError as error:
+        raise RecipeError(f"{file}: {error.strerror}; put it right, or choose another folder with --out") from None
+
+
+def is_record(value: Any) -> bool:
+    return has_shape(value, RECORD) and (value["status"] != "completed" or has_shape(value, MEASURED))
+
+
+read_json = read_object  # under the name that tools/publish.py calls it by
 
 
 def _last_words(output: Path) -> str:
