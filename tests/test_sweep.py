@@ -195,6 +195,15 @@ def test_what_a_trial_does_not_depend_on_does_not_matter(tmp_path: Path, fake: F
 # -- trials ------------------------------------------------------------------------------------------------------
 
 
+def test_a_trial_is_not_told_that_this_process_is_its_launcher(tmp_path: Path, monkeypatch) -> None:
+    """Its ranks would take their launcher for dead and leave."""
+    answer, told = FakeTrials(), []
+    monkeypatch.setattr(trials.processes, "run", lambda *words: told.append(words[1]) or answer(*words))
+    run(tmp_path, "sweep.minutes=1e-9", modes="[none]")
+    assert told
+    assert not any("WATERLINE_LAUNCHER" in environment for environment in told)
+
+
 def test_records_have_every_field(tmp_path: Path, fake: FakeTrials) -> None:
     run(tmp_path, "sweep.minutes=1e-9")
     for record in trials.read(tmp_path / "trials.jsonl"):
