@@ -24,7 +24,7 @@ from training.memory import Meter
 from training.metrics import Metrics, Progress, read
 from training.optimizer import learning_rate
 from training.planning import planner
-from training.recipe import Recipe, RecipeError, documentation, load
+from training.recipe import Recipe, RecipeError, check_runs_on, documentation, load
 from training.record import Tally
 from training.run import RunError, RunFolder
 from training.schema import ROOT
@@ -205,6 +205,7 @@ def main(arguments: list[str]) -> int:
         recipe.accumulation_steps(size)
         check(recipe, size)
         here = world.join()
+        check_runs_on(recipe, here.device.type)
         folder = RunFolder(given.run_dir or ROOT / "runs" / recipe.name)
         if not claim(folder, recipe, here):
             return 0

@@ -14,7 +14,7 @@ import numpy as np
 
 from model.modes import Mode
 from training.planning import cuda_layout, engine_memory
-from training.planning.engine_memory import Walked
+from training.planning.engine_books import Walked, walk
 from training.planning.extend import Step, extend, shorten
 from training.planning.trace import Job, Trace, trace
 from training.recipe import Recipe
@@ -97,7 +97,7 @@ class Tracer:
         traced = extend(self._traces[short.modes], modes, short.stands_in)
         parameters = engine_memory.parameters_of(config)
         engine = engine_memory.make_engine_memory(self.recipe, parameters, self.world_size, self.job.cuda)
-        walked = engine_memory.walk(engine, traced.marks)
+        walked = walk(engine, traced.marks)
         passes = [
             np.maximum(traced.peak + one.live, traced.start + np.maximum(one.top, one.live)) for one in walked.passes
         ]

@@ -46,10 +46,10 @@ def check(recipe: Recipe, world_size: int) -> None:
     elif recipe.recompute != "auto":
         modes = build.layer_modes(recipe)
         if any(mode.offload == "deepspeed" for mode in modes) and gathers(recipe, world_size):
-            problem = "DeepSpeed's checkpointing meets weights that ZeRO-3 or FSDP gave back; write +offload instead"
+            problem = "DeepSpeed's checkpointing meets weights that ZeRO-3 gave back; write +offload instead"
             raise recipe.error("recompute", problem)
         if modes[0].recompute == "budget" and gathers(recipe, world_size):
-            problem = "compiles whole layers, and ZeRO-3 and FSDP fetch weights in between; use another mode or engine"
+            problem = "compiles whole layers, and ZeRO-3 fetches weights in between; use another mode or engine"
             raise recipe.error("recompute", problem)
 
 

@@ -27,7 +27,8 @@ from training.build import DTYPES
 from training.flops import recomputed_flops_per_token
 from training.metering.kinds import OTHER
 from training.planning import cuda_layout
-from training.planning.engine_memory import Walked, gathers, make_engine_memory, parameters_of, walk
+from training.planning.engine_books import Walked, walk
+from training.planning.engine_memory import gathers, make_engine_memory, parameters_of
 from training.planning.extend import Step, step
 from training.planning.longest import Found, longest_multiple
 from training.planning.prediction import MEMORY_ERROR, Prediction, by_name, peak_of
@@ -43,7 +44,7 @@ from training.planning.roofline import (
 )
 from training.planning.target import Device, device, gpu
 from training.planning.trace import Job
-from training.recipe import Recipe
+from training.recipe import Recipe, check_runs_on
 
 __all__ = ["Device", "ModePlan", "Planner", "Prediction", "advice", "device", "gpu", "plan", "plan_mode", "predict"]
 
@@ -89,11 +90,9 @@ class Planner:
         fields = self.recipe.gpt_fields()
         if fields["position_embedding"] == "learned" and self.recipe.model.max_position_embeddings is None:
             fields["max_position_embeddings"] = seq_length
+        check_runs_on(self.recipe, self.device.kind)
         if fields["attention"] == "flash_attn":  # the same kernel by another way, and not always installed here
             fields["attention"] = "sdpa"
-        if fields["attention_dropout"] and fields["attention"] == "sdpa" and not self.cuda:
-            problem = "has no fused kernel on a CPU; write 0, or model.attention: unfused"
-            raise self.recipe.error("model.attention_dropout", problem)
         return GPTConfig(**fields)
 
     def tiles(self, config: GPTConfig) -> tiling.Tiles:

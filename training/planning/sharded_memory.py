@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from training.metering.kinds import GRADIENTS, OPTIMIZER, PARAMETERS
-from training.planning.engine_memory import STEP_BYTES, EngineMemory, Mark
+from training.planning.engine_books import STEP_BYTES, EngineMemory, Mark
 
 
 class FSDPMemory(EngineMemory):

@@ -2,7 +2,7 @@
 
 A trace is cut into intervals at the places where something outside the model may change memory (a gradient is
 complete, a module's parameters are needed) and where a layer begins. Everything is relative to the start of the
-step: parameters, optimizer and whatever an engine adds are not in it (training/planning/engine_memory.py).
+step: parameters, optimizer and whatever an engine adds are not in it (engine_books.py).
 
 The tensors are on the meta device: sizes and strides of the CPU's kernels at any length, five times as fast as fake
 tensors. Where a CUDA kernel keeps or takes other bytes, training/planning/cuda_layout.py says so.

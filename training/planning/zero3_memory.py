@@ -1,4 +1,4 @@
-"""What DeepSpeed holds at ZeRO stage 3, event by event (training/planning/engine_memory.py).
+"""What DeepSpeed holds at ZeRO stage 3, event by event (engine_books.py).
 
 Gathering follows partitioned_param_coordinator.py: a module's parameters are fetched when it is called, the next ones
 are fetched ahead, and a parameter is let go when it is not used again soon. The first pass only records the order.
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from training.metering.kinds import GRADIENTS, OPTIMIZER, PARAMETERS
-from training.planning.engine_memory import STEP_BYTES, Mark
+from training.planning.engine_books import STEP_BYTES, Mark
 from training.planning.zero_memory import NORM_BYTES, DeepSpeedMemory
 
 # Defaults of deepspeed/runtime/zero/config.py.

@@ -1,4 +1,4 @@
-"""What DeepSpeed holds at ZeRO stages 0, 1 and 2, event by event (training/planning/engine_memory.py)."""
+"""What DeepSpeed holds at ZeRO stages 0, 1 and 2, event by event (engine_books.py)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from training.metering.kinds import GRADIENTS, OPTIMIZER, PARAMETERS
-from training.planning.engine_memory import STEP_BYTES, EngineMemory, Mark, Parameter
+from training.planning.engine_books import STEP_BYTES, EngineMemory, Mark, Parameter
 from training.recipe import Recipe
 
 NORM_BYTES = 8  # DeepSpeed takes norms of gradients in float64, one tensor at a time
