@@ -88,7 +88,11 @@ def opened(recipe: Recipe, variants: Sequence[Variant], axis: str, ranks: int | 
         names = {v: label(v, len({v.attention for v in variants})) for v in variants}
         title = f"{recipe.name}: the largest {axis} {within(recipe.budget_bytes)} on {facts['device']}"
         with Display(title, names, axis) as display:
-            yield Sweep(recipe, variants, trials, predictor, display)
+            try:
+                yield Sweep(recipe, variants, trials, predictor, display)
+            except (KeyboardInterrupt, OSError):
+                display.say("")  # ends the line of a trial that has begun
+                raise
 
 
 def parse(arguments: list[str] | None, text: str, program: str) -> argparse.Namespace:
