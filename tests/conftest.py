@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,19 +54,20 @@ def _linear_as_it_was() -> Iterator[None]:
 def _engines_released(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Hooks that autograd holds keep a ZeRO engine's tensors alive for ever, and a meter would count them."""
     engine = sys.modules.get("training.engine")
-    made: list[Any] = []
+    made: list[weakref.ref[Any]] = []  # what goes by itself is to go
     if engine:
         plain = engine.Engine.__init__
 
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            made.append(self)
+            made.append(weakref.ref(self))
             plain(self, *args, **kwargs)
 
         monkeypatch.setattr(engine.Engine, "__init__", init)
     yield
     for one in made:
-        with contextlib.suppress(Exception):  # one that was never whole, or is released
-            one.release()
+        if (alive := one()) is not None:
+            with contextlib.suppress(Exception):  # one that was never whole, or is released
+                alive.release()
 
 
 @pytest.fixture(scope="session")

@@ -43,7 +43,6 @@ def environment(gpus: Sequence[str], processes: int) -> dict[str, str]:
         env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         if processes > 1:
             env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    env["WATERLINE_LAUNCHER"] = str(os.getpid())  # this program turns into it; training/run.py reads it
     # A lock file left in the shared folder by somebody's killed build would make this run wait for ever.
     env.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
     return env
@@ -83,7 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     words = [given.recipe, *given.overrides, *(["--run-dir", given.run_dir] if given.run_dir else [])]
     sys.stdout.flush()
-    os.execve(sys.executable, command(words, gpus, processes), environment(gpus, processes))
+    # Ranks end with their launcher, which this program turns into (training/run.py).
+    env = environment(gpus, processes) | {"WATERLINE_LAUNCHER": str(os.getpid())}
+    os.execve(sys.executable, command(words, gpus, processes), env)
 
 
 if __name__ == "__main__":

@@ -149,7 +149,6 @@ class Trials:
         run_dir.mkdir(parents=True)
         gpus, ranks = launch.devices(), self.environment["world_size"]
         environment = launch.environment(gpus, ranks)
-        environment.pop("WATERLINE_LAUNCHER", None)  # this process is none: ranks would take theirs for dead
         settings = [*overrides(self.recipe, point, ranks), *steps_overrides(self.recipe, steps)]
         settings.append(f"log.memory={str(question.memory).lower()}")
         ended = processes.run(
