@@ -26,7 +26,8 @@ from tools import summary
 from tools.trials import ROOT
 from training.recipe import load
 
-MODE, BUDGET = "full", "256MiB"
+MODE = "full"
+BUDGET = os.environ.get("WATERLINE_BENCH_BUDGET", "256MiB")  # the larger, the less a process's start weighs
 SETTINGS = (
     *(f"recompute={MODE}", f"budget={BUDGET}", "model.attention=unfused"),
     *("global_batch_size=1", "engine.name=torch"),

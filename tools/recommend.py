@@ -65,7 +65,9 @@ def longest_of(summary: dict[str, Any], name: str) -> int:
 def doubt(summary: dict[str, Any]) -> str | None:
     """Why the speeds are no ground for a choice; None when they are. Sizes and bytes do not depend on it."""
     timings = [t for mode in summary["modes"].values() for t in mode["timings"]]
-    fastest = min((t["overhead"] for t in timings if t["overhead"]), default=1.0)
+    # auto may compute in tiles that none does not have, and be faster.
+    fixed = (t for mode in summary["modes"].values() if mode["mode"] != "auto" for t in mode["timings"])
+    fastest = min((t["overhead"] for t in fixed if t["overhead"]), default=1.0)
     spread = (
         statistics.median(t["step_time_spread_s"][1] / t["step_time_spread_s"][0] for t in timings) if timings else 1.0
     )
