@@ -349,6 +349,10 @@ def test_all_modes_of_llama_8b_are_planned_in_seconds(tmp_path: Path, capsys: py
         (["quickstart", "--seq", "0"], "--seq 0"),
         (["quickstart", "model.attention=sdpa", "model.attention_dropout=0.1"], "model.attention_dropout"),
         (["nowhere"], "there is no"),
+        (["quickstart", "--json", "/proc/x/y.json"], "--json /proc/x/y.json"),
+        (["quickstart", "--json", "/proc"], "ends with .json"),
+        (["quickstart", "--plot", "x.foo"], "ends with .png"),
+        (["quickstart", "--granularity", "1000", "--seq-max", "10"], "no length would be tried"),
     ],
 )
 def test_bad_words_are_answered_in_one_line(

@@ -71,7 +71,12 @@ def checked(given: argparse.Namespace) -> Recipe:
         value = getattr(given, name)
         if value is not None and value < 1:
             raise RecipeError(f"--{name.replace('_', '-')} {value}: must be a whole number above 0")
+    granularity, longest = given.granularity or recipe.sweep.granularity, given.seq_max or recipe.sweep.seq_max
+    if granularity > longest:
+        raise RecipeError(f"--seq-max {longest} is below the granularity of {granularity}: no length would be tried")
     recipe.accumulation_steps(given.world)
+    writable("--json", given.json, ".json")
+    writable("--plot", given.plot, ".png")
     if given.gpu:
         gpus.find(given.gpu)
     for mode in (given.modes or "").split():
@@ -82,6 +87,20 @@ def checked(given: argparse.Namespace) -> Recipe:
         except ValueError as error:
             raise RecipeError(f"--modes: {error}") from None
     return recipe
+
+
+def writable(option: str, file: Path | None, suffix: str) -> None:
+    """Before seconds are spent on planning: RecipeError when the file could not be written."""
+    if file is None:
+        return
+    if file.suffix != suffix:
+        raise RecipeError(f"{option} {file}: write a name that ends with {suffix}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a"):
+            pass
+    except OSError as error:
+        raise RecipeError(f"{option} {file}: {error.strerror}") from None
 
 
 def record(plans: Sequence[ModePlan], recipe: Recipe, target: Device, world: int, seconds: float) -> dict[str, Any]:
@@ -121,7 +140,6 @@ def draw(plans: Sequence[ModePlan], title: str, file: Path) -> None:
     axes.set_title(title, fontsize=10)
     handles = dict(zip(*reversed(axes.get_legend_handles_labels())))
     axes.legend(handles.values(), handles.keys(), fontsize=8, loc="lower right")
-    file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file)
     plt.close(figure)
 
@@ -163,7 +181,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"drawn into {given.plot}")
     seconds = time.perf_counter() - started_s
     if given.json:
-        given.json.parent.mkdir(parents=True, exist_ok=True)
         given.json.write_text(json.dumps(record(plans, recipe, aim, given.world, seconds), indent=1) + "\n")
     console.print(f"planned in {seconds:.1f} s")
     return 0

@@ -116,8 +116,8 @@ def _report(folder: Path, found: dict[str, Any], memory: dict[str, Any], drawn: 
     yield from _table(columns(found), rows(found))
     yield ""
     yield "Peak and after-forward are live device bytes. `x none` is the step time relative to mode `none` under the"
-    yield "same attention and at the same size (`at`); no fixed mode does less work than `none`, so that less than x1.00"
-    yield "is noise (`auto` may take tiles, and be faster). `=`: the plan said just that."
+    yield "same attention and at the same size (`at`); no fixed mode does less work than `none`, so that less than"
+    yield "x1.00 is noise (`auto` may take tiles, and be faster). `=`: the plan said just that."
     yield from _problems(found)
     yield ""
     yield "## What to use"
