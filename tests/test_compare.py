@@ -118,7 +118,7 @@ def test_what_is_not_the_same_is_said(tmp_path: Path, before: dict[str, Any], ca
     assert compared(tmp_path, before, {**before, "device": "another", "budget_bytes": 2**30}) == 0
     said = capsys.readouterr().out
     assert "device: a test there, another here" in said
-    assert "budget_bytes: 98 KiB there, 1.00 GiB here" in said
+    assert "budget_bytes: 97.7 KiB there, 1.00 GiB here" in said
 
 
 def test_what_cannot_be_compared_is_an_error(tmp_path: Path, before: dict[str, Any], capsys) -> None:

@@ -117,7 +117,7 @@ def test_for_a_wanted_context_the_fastest_mode_that_fits(found: dict[str, Any]) 
         "For 961 to 3,264 tokens use `unfused/full+attention`: 952 tokens/s at 3,264, among the fastest there; about"
         " the same: `sdpa/full+attention`; a step takes x1.05 the time of `none` at 960.",
     ]
-    assert lines[3] == "If you need at least 1,000 tokens/s: up to 960 tokens with `unfused/none` (peak 95 KiB)."
+    assert lines[3] == "If you need at least 1,000 tokens/s: up to 960 tokens with `unfused/none` (peak 94.7 KiB)."
     assert lines[4].startswith("If you need at least 952 tokens/s: up to 3,264 tokens with `unfused/full+attention`")
 
 

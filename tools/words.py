@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 from tools.trials import Variant
+from training.values import size
+
+__all__ = ["GIB", "MIB", "count", "label", "size", "times", "within"]
 
 GIB, MIB = 2**30, 2**20
-
-
-def size(nbytes: float | None) -> str:
-    """Like 512 MiB or 23.45 GiB; a dash for nothing."""
-    if nbytes is None:
-        return "-"
-    if nbytes >= GIB:
-        return f"{nbytes / GIB:.2f} GiB"
-    if nbytes >= MIB:
-        return f"{nbytes / MIB:.{0 if nbytes >= 10 * MIB else 1}f} MiB"
-    return f"{nbytes / 2**10:.0f} KiB"
 
 
 def count(number: float | None) -> str:
