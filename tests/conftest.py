@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import weakref
@@ -16,6 +17,10 @@ from typing import Any
 import pytest
 
 from tools.launch import devices
+
+# A shell's background job ignores Ctrl-C, and one under nohup the end of its terminal; tests are about these signals.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Before torch or deepspeed is imported anywhere; child processes inherit it.
 for name in (

@@ -144,7 +144,7 @@ def draw(plans: Sequence[ModePlan], title: str, file: Path) -> None:
     plt.close(figure)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, workers: int = 1) -> int:
     given = parse_arguments(arguments)
     try:
         recipe = checked(given)
@@ -162,6 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             given.granularity,
             given.seq_max,
             given.seq,
+            workers,
         )
     except ValueError as error:  # RecipeError, and what the model code itself rejects
         print(error, file=sys.stderr)
@@ -187,4 +188,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(workers=min(2, os.cpu_count() or 1)))  # this process is fresh, and can be forked

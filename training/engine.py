@@ -91,7 +91,7 @@ class Engine:
         By emptying storages: hooks that autograd holds keep a dropped ZeRO engine's tensors alive for ever.
         """
         optimizer = list(kinds.of_optimizer(self.optimizer))
-        gradients = [tensor.grad for tensor in optimizer if tensor.grad is not None]  # of master weights
+        gradients = [tensor.grad for tensor in optimizer if tensor.is_leaf and tensor.grad is not None]
         for tensor in (*(tensor for tensor, _ in kinds.of_model(self.model)), *optimizer, *gradients):
             with contextlib.suppress(RuntimeError):  # memory that is not torch's own
                 tensor.untyped_storage().resize_(0)

@@ -279,10 +279,12 @@ def plan(
     granularity: int | None = None,
     seq_max: int | None = None,
     seq_length: int | None = None,
-    workers: int | None = None,
+    workers: int = 1,
 ) -> list[ModePlan]:
-    """`plan_mode` for each mode (None: all named ones), in a few processes (None: at most two). Modes that do the same
-    for this recipe are planned once, and those that come to the same name the first of them.
+    """`plan_mode` for each mode (None: all named ones). Modes that do the same for this recipe are planned once, and those
+    that come to the same name the first of them.
+
+    workers: processes, forked: more than one only where autograd has not run, which does not survive a fork.
     """
     modes = list(modes or NAMED)
     firsts: dict[tuple[Mode, ...], str] = {}
@@ -298,7 +300,6 @@ def plan(
         seq_max=seq_max,
         seq_length=seq_length,
     )
-    workers = min(2, os.cpu_count() or 1) if workers is None else workers
     if workers < 2 or len(firsts) < 4 or not hasattr(os, "fork"):
         planned = {mode: plan_one(mode) for mode in firsts.values()}
     else:
