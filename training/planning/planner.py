@@ -281,8 +281,8 @@ def plan(
     seq_length: int | None = None,
     workers: int = 1,
 ) -> list[ModePlan]:
-    """`plan_mode` for each mode (None: all named ones). Modes that do the same for this recipe are planned once, and those
-    that come to the same name the first of them.
+    """`plan_mode` for each mode (None: all named ones). Modes that do the same for this recipe are planned once, and
+    those that come to the same name the first of them.
 
     workers: processes, forked: more than one only where autograd has not run, which does not survive a fork.
     """
