@@ -125,6 +125,8 @@ def test_out_of_memory_is_a_result_with_the_operation(
     assert found["peak_device_bytes"] <= 40 * 2**20
     said = capsys.readouterr().err
     assert "oom: " in said
+    assert "plan: the longest context that should fit with mode none is" in said
+    assert "the cheapest mode that should fit 2,048 tokens is" in said
     assert "Traceback" not in said
     assert start(tmp_path, data, *long, "budget=1GiB") == 0  # the same folder, with more memory
     assert result(tmp_path)["status"] == "completed"

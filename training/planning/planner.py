@@ -45,6 +45,7 @@ from training.planning.roofline import (
 from training.planning.target import Device, device, gpu
 from training.planning.trace import Job
 from training.recipe import Recipe, check_runs_on
+from training.values import size
 
 __all__ = ["Device", "ModePlan", "Planner", "Prediction", "advice", "device", "gpu", "plan", "plan_mode", "predict"]
 
@@ -324,7 +325,7 @@ def advice(recipe: Recipe, target: Device | None = None, world_size: int = 1) ->
     try:
         target = target or device(None, recipe.budget_bytes, recipe.host_budget_bytes)
         return "; ".join(_advice(recipe, target, world_size)) + ". Planned, not measured."
-    except ValueError:
+    except Exception:  # whatever is wrong with a plan, the error it is about has been told
         return ""
 
 
@@ -350,7 +351,7 @@ def _advice(recipe: Recipe, target: Device, world_size: int) -> Iterator[str]:
         best = min(steps, key=lambda step: step.step_time_s)
         yield (
             f"the cheapest mode that should fit {length:,} tokens is {best.mode} (recompute={best.mode}, "
-            f"{best.peak_device_bytes / 2**30:.2f} GiB at the peak)"
+            f"{size(best.peak_device_bytes)} at the peak)"
         )
     else:
         yield f"no other mode should fit {length:,} tokens: {_remedies(recipe)}"
