@@ -126,7 +126,7 @@ def test_out_of_memory_is_a_result_with_the_operation(
     said = capsys.readouterr().err
     assert "oom: " in said
     assert "plan: the longest context that should fit with mode none is" in said
-    assert "the cheapest mode that should fit 2,048 tokens is" in said
+    assert "no other mode should fit 2,048 tokens: set tiles.mlp_tile_tokens=auto" in said
     assert "Traceback" not in said
     assert start(tmp_path, data, *long, "budget=1GiB") == 0  # the same folder, with more memory
     assert result(tmp_path)["status"] == "completed"
