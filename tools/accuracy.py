@@ -229,8 +229,8 @@ here.
   of +-5 % is a guess until `python tools/gpu_check.py plan` has run.
 - **Time** is a roofline with assumed efficiencies: +-30 % on a GPU, +-50 % on a CPU. It orders modes; it does not
   replace `make sweep`.
-- **ZeRO-3 on several ranks** whose file asks for small buckets and short reuse fetches parameters ahead in ways that are
-  not wholly modelled: up to 4 % too low. With the files of `ds_configs/` it is exact.
+- **ZeRO-3 on several ranks** whose file asks for small buckets and short reuse fetches parameters ahead in ways that
+  are not wholly modelled: up to 4 % too low. With the files of `ds_configs/` it is exact.
 - **FSDP** (the torch engine on more than one rank) is within 3 %, not 1 %: its streams free gathered parameters at
   times that are not modelled.
 - **Mode `budget`** cannot be planned: what it keeps is the compiler's choice.
