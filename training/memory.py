@@ -289,6 +289,8 @@ class Meter:
         self.current_phase = name
 
     def _before_module(self, module: torch.nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():  # within a compiled region nobody sees modules come and go
+            return
         places = self._places
         if not self._said and places.outside and graph_task() < 0:
             self._switch("forward")
@@ -299,6 +301,8 @@ class Meter:
         self._mark_time()
 
     def _after_module(self, module: torch.nn.Module, args: Any, out: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         places = self._places
         if isinstance(sys.exc_info()[1], torch.OutOfMemoryError):
             self._note_failure()
