@@ -15,6 +15,7 @@ import torch
 from tiny import linear_as_it_was  # noqa: F401
 
 from model import recompute
+from tools.launch import free_port
 from training import build, optimizer, world
 from training.engine import Engine, make_engine
 from training.engine_deepspeed import merged_config
@@ -260,11 +261,3 @@ def test_two_ranks_reproduce_one_ranks_curve_for_the_same_global_batch(tmp_path:
         two = found[f"{name} {precision}"]
         tolerance = 2e-6 if precision == "fp32" else 1e-2
         assert torch.allclose(torch.tensor(two), torch.tensor(one), rtol=tolerance), (name, precision, one, two)
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

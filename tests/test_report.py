@@ -17,6 +17,7 @@ import pytest
 from fake_trials import FakeTrials, longest, plain, recipe, sweep
 
 from tools import figures, publish, recommend, report, summary, tensorboard_sweep, trials
+from tools.launch import free_port
 from training.run import USAGE
 
 MODES = "[none, selective, full, full+attention]"
@@ -248,9 +249,7 @@ def test_a_real_browser_shows_all_modes_in_one_chart(folder: Path, tmp_path: Pat
     import numpy as np
     from matplotlib.image import imread
 
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder / "tb"), "--port", str(port)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:

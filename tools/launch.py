@@ -54,11 +54,11 @@ def command(words: Sequence[str], gpus: Sequence[str], processes: int) -> list[s
     world = base64.urlsafe_b64encode(json.dumps({"localhost": ids}).encode()).decode()
     launcher = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={world}"]
     # critical: that a rank ended, and with which code, is said by the rank itself.
-    launcher += ["--master_addr=127.0.0.1", f"--master_port={_free_port()}", "--log_level=critical"]
+    launcher += ["--master_addr=127.0.0.1", f"--master_port={free_port()}", "--log_level=critical"]
     return [*launcher, str(ROOT / "train.py"), *words]
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

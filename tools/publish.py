@@ -7,8 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tools import recommend, summary, trials
+from tools import recommend, summary
 from tools.words import within
+from training.records import read_object
 from training.schema import ROOT
 
 HELP = "copy the sweep to results/<date>-<recipe>-<device>/ and append what it recommends to results/DECISIONS.md"
@@ -22,7 +23,7 @@ by hand.
 
 def publish(folder: Path, results: Path = ROOT / "results") -> Path:
     """The sweep's records and pictures in a dated folder, replaced if it is there; its decision appended, once."""
-    found, environment = summary.read(folder), trials.read_json(folder / "environment.json")
+    found, environment = summary.read(folder), read_object(folder / "environment.json")
     date = environment["time"][:10]
     kind = "cpu" if found["cuda"] is None else re.sub(r"[^a-z0-9]+", "-", found["device"].lower()).strip("-")
     axis = "" if found["axis"] == "seq_length" else "-micro-batch"

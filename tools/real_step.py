@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import socket
 import subprocess
 import sys
 import warnings
@@ -24,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from tools.launch import free_port
 from training import build, world
 from training.engine import make_engine
 from training.memory import Meter
@@ -75,9 +75,7 @@ def cases(words: Sequence[str]) -> Iterator[list[str]]:
 
 def run(recipe: str, words: Sequence[str], ranks: int = 1, timeout_s: float = 600.0) -> list[dict[str, Any]]:
     """This program in processes of its own; rank 0's results. Raises RuntimeError with the error's last lines."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     processes = []
     for rank in range(ranks):
         environment = dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))

@@ -280,9 +280,6 @@ def is_record(value: Any) -> bool:
     return has_shape(value, RECORD) and (value["status"] != "completed" or has_shape(value, MEASURED))
 
 
-read_json = read_object  # under the name that tools/publish.py calls it by
-
-
 def _last_words(output: Path) -> str:
     """The end of what a trial printed: for people, who must see what went wrong where no record says it."""
     text = output.read_text(encoding="utf-8", errors="replace").strip() if output.exists() else ""

@@ -211,39 +211,33 @@ class _Zero3Linear(torch.autograd.Function):
 def mark_gathers(model: torch.nn.Module, owners: dict[torch.nn.Module, str], mark: Callable[[str, Any], None]) -> None:
     """Marks where DeepSpeed's hooks fetch and release a module's own parameters, in forward and in backward."""
 
-    class Before(torch.autograd.Function):  # on a module's output: backward is about to enter it
-        @staticmethod
-        def forward(ctx: Any, output: torch.Tensor, name: str) -> torch.Tensor:
-            ctx.name = name
-            return output.detach()
+    class Mark(torch.autograd.Function):
+        """Passes a tensor on, and marks when backward passes by: on a module's output it is about to enter the module,
+        on its input it has left it.
+        """
 
         @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> Any:
-            mark("enter backward", ctx.name)
-            return grad, None
-
-    class Behind(torch.autograd.Function):  # on its input: backward has left it
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, name: str) -> torch.Tensor:
-            ctx.name = name
+        def forward(ctx: Any, x: torch.Tensor, what: str, name: str) -> torch.Tensor:
+            ctx.mark = what, name
             return x.detach()
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> Any:
-            mark("leave backward", ctx.name)
-            return grad, None
+            mark(*ctx.mark)
+            return grad, None, None
 
     def before(module: torch.nn.Module, args: Any) -> Any:
         name = owners[module]
         mark("enter", name)
         return tuple(
-            Behind.apply(a, name) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args
+            Mark.apply(a, "leave backward", name) if isinstance(a, torch.Tensor) and a.is_floating_point() else a
+            for a in args
         )
 
     def after(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         name = owners[module]
         mark("leave", name)
-        return Before.apply(output, name)
+        return Mark.apply(output, "enter backward", name)
 
     for module in owners:
         module.register_forward_pre_hook(before)
